@@ -467,7 +467,7 @@ class Compute:
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def list_records(self) -> dict[str, Record | None]:
-        """Return {instance: record}, with None before one is written; in any thread."""
+        """Return {instance: record or, before one is written, None}, from any thread."""
         requested = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
         return {**requested, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
 

@@ -27,10 +27,7 @@ class Hypervisor(Protocol):
         """Define the storage pool and network filters, and start the networks, where necessary.
 
         Missing filters are only logged: a guest can then take another's address, and reach etcd and placement.
-
-        Raises:
-            UsageError: this host cannot run guests as configured.
-            Conflict: the storage pool is over another directory.
+        It raises UsageError if this host cannot run guests as configured.
         """
 
     def choose_virt_type(self, setting: str) -> str:
@@ -146,12 +143,10 @@ class Hypervisor(Protocol):
     def disable_autostart(self) -> None:
         """Remove the autostart of our domains, so that libvirt starts none before ecompute does."""
 
-    def watch_changes(
-        self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
-    ) -> None:
+    def watch_changes(self, notify: Callable[[str], None], on_network: Callable[[str], None] | None = None) -> None:
         """Call notify(reason), from any thread, when guests or leases may have changed.
 
-        on_network_change(reason) reports that a network was started or stopped: its bridge lost the interfaces.
+        on_network(reason) reports that a network was started or stopped: its bridge lost the interfaces.
         """
 
     def close(self) -> None:

@@ -39,10 +39,8 @@ MIN_OPEN_TIMEOUT = 1.0
 MIN_REOPEN_DELAY_SECONDS = 0.2
 MAX_REOPEN_DELAY_SECONDS = 5.0
 
-BROKEN_CONNECTION_CODES = frozenset(
-    {libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_NO_CONNECT}
-)
-BROKEN_CONNECTION_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM_RPC})
+BROKEN_CODES = frozenset({libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_NO_CONNECT})
+BROKEN_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM_RPC})
 
 
 def describe_error(error: libvirt.libvirtError) -> str:
@@ -51,7 +49,7 @@ def describe_error(error: libvirt.libvirtError) -> str:
 
 def is_broken(error: libvirt.libvirtError) -> bool:
     """Return whether the connection broke, rather than libvirtd answered with an error."""
-    return error.get_error_code() in BROKEN_CONNECTION_CODES and error.get_error_domain() in BROKEN_CONNECTION_DOMAINS
+    return error.get_error_code() in BROKEN_CODES and error.get_error_domain() in BROKEN_DOMAINS
 
 
 class IgnoredErrors:
@@ -155,9 +153,8 @@ class Connection:
         except TimeoutError as error:
             raise Unreachable(f'{self._name} does not answer within {OPEN_TIMEOUT:g} s', self._name) from error
         except libvirt.libvirtError as error:
-            raise Unreachable(
-                f'{self._name}: {describe_error(error)} (libvirtd may not be running)', self._name
-            ) from error
+            message = f'{self._name}: {describe_error(error)} (libvirtd may not be running)'
+            raise Unreachable(message, self._name) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
         # The caller holds the lock.
@@ -241,10 +238,8 @@ class Connection:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
     def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
-        if self._on_network_change is not None and event in (
-            libvirt.VIR_NETWORK_EVENT_STARTED,
-            libvirt.VIR_NETWORK_EVENT_STOPPED,
-        ):
+        changes = libvirt.VIR_NETWORK_EVENT_STARTED, libvirt.VIR_NETWORK_EVENT_STOPPED
+        if self._on_network_change is not None and event in changes:
             self._on_network_change(f'libvirt: network {network.name()} was started or stopped')
 
     def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:

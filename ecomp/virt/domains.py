@@ -348,15 +348,11 @@ def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt
 
 
 def _find_own_domain(
-    connection: libvirt.virConnect,
-    instance: str,
-    own_compute: str,
-    allow_foreign: bool = False,
-    or_adopted: bool = False,
+    connection: libvirt.virConnect, instance: str, own_compute: str, or_none: bool = False, or_adopted: bool = False
 ) -> libvirt.virDomain | None:
     """Return the instance's domain, or raise Conflict if it is not ours.
 
-    With `allow_foreign`, domains that ecompute did not create are ignored.
+    With `or_none`, domains that ecompute did not create are ignored.
     With `or_adopted`, a domain with our adoption mark is ours, if it remains once it is off.
     """
     own = None
@@ -367,7 +363,7 @@ def _find_own_domain(
             if compute is not None and not domain.isPersistent():
                 raise Conflict(f'domain {instance} is transient: switched off, it would be gone')
         if compute is None or domain.UUIDString() != instance:
-            if allow_foreign:
+            if or_none:
                 continue
             label = f'{domain.name()} ({domain.UUIDString()})'
             raise Conflict(f'domain {label} exists, but was not created by ecompute: it is left as it is')
@@ -451,17 +447,15 @@ def _describe_foreign(domain: libvirt.virDomain, pool: Path) -> ForeignGuest:
 
 
 def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
-    return {
-        disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.parse_disk_paths(domain.XMLDesc(flags))
-    }
+    definitions = map(domain.XMLDesc, (0, libvirt.VIR_DOMAIN_XML_INACTIVE))
+    return {disk for definition in definitions for disk in xml.parse_disk_paths(definition)}
 
 
 def _find_troubles(state: int, reason_code: int) -> tuple[GuestTrouble, ...]:
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
     # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
-    if state == libvirt.VIR_DOMAIN_CRASHED or (
-        state == libvirt.VIR_DOMAIN_SHUTOFF and reason_code == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
-    ):
+    is_off_by_crash = state == libvirt.VIR_DOMAIN_SHUTOFF and reason_code == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
+    if is_off_by_crash or state == libvirt.VIR_DOMAIN_CRASHED:
         return (GuestTrouble(CRASHED),)
     if state == libvirt.VIR_DOMAIN_PAUSED and reason_code == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
         return (GuestTrouble(NO_SPACE),)

@@ -29,19 +29,14 @@ class Fake(NamedTuple):
 class FakeHypervisor:
     """Fake guests, kept in the directory `state`, or in memory if that is None.
 
-    A started guest has an address after `boot_seconds`. After as many more `report_ready` gets its instance.
+    A started guest has an address after `boot_seconds`. After as many more `report` gets its instance.
     With None it has its address immediately, and is never ready.
     """
 
     def __init__(
-        self,
-        state: Path | None = None,
-        boot_seconds: int | None = None,
-        report_ready: Callable[[str], None] = lambda _: None,
+        self, state: Path | None = None, boot_seconds: int | None = None, report: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._state = state
-        self._boot_seconds = boot_seconds
-        self._report_ready = report_ready
+        self._state, self._boot_seconds, self._report_ready = state, boot_seconds, report
         # What find_troubles() returns.
         self.troubles: list[str] = []
         self._unaddressed: set[str] = set()
@@ -56,8 +51,8 @@ class FakeHypervisor:
         if (state := self._state) is None:
             return
         state.mkdir(parents=True, exist_ok=True)
-        reserved_path = state / 'fake-reserved.json'
-        reservations = _read(reserved_path, lambda data: {mac: ReservedAddress(*row) for mac, row in data.items()})
+        path = state / 'fake-reserved.json'
+        reservations = _read(path, lambda data: {mac: ReservedAddress(*row) for mac, row in data.items()})
         seeds = _read(state / 'fake-seeds.json', lambda data: frozenset(map(str, data)))
         guests = _read(state / 'fake.json', lambda data: {row['instance']: _parse_guest(row) for row in data})
         self._foreign = _read(state / 'fake-foreign.json', _parse_foreign) or {}
@@ -69,9 +64,8 @@ class FakeHypervisor:
 
     def choose_virt_type(self, setting: str) -> str:
         if setting == 'kvm':
-            raise UsageError(
-                'virt_type: kvm is not available, because the guests are fake (--fake). Fix: set `virt_type: auto`'
-            )
+            reason = 'the guests are fake (--fake). Fix: set `virt_type: auto`'
+            raise UsageError(f'virt_type: kvm is not available, because {reason}')
         return 'qemu'
 
     def read_cpu_features(self, _virt_type: str) -> Set[str]:
@@ -255,9 +249,7 @@ class FakeHypervisor:
 
     restore_filters = disable_autostart = replug_interfaces
 
-    def watch_changes(
-        self, notify: Callable[[str], None], _on_network_change: Callable[[str], None] | None = None
-    ) -> None:
+    def watch_changes(self, notify: Callable[[str], None], _on_network: Callable[[str], None] | None = None) -> None:
         self._notify = notify
 
     def close(self) -> None:
@@ -330,9 +322,8 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
     except FileNotFoundError:
         return None
     except (AttributeError, ValueError, TypeError) as error:
-        raise EcompError(
-            f'{path} is malformed: {error}. Fix: remove the file, and with it the fake guests in it'
-        ) from error
+        fix = 'remove the file, and with it the fake guests in it'
+        raise EcompError(f'{path} is malformed: {error}. Fix: {fix}') from error
 
 
 def _parse_guest(row: dict[str, Any]) -> Guest:

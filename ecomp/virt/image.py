@@ -37,10 +37,8 @@ def determine_capacity(spec: GuestSpec) -> int:
     if spec.base.virtual_size > spec.disk_gb * GIB:
         # qemu-img would truncate the file system. Rounded up, or an image a few bytes larger would seem to fit.
         size = -(-spec.base.virtual_size * 10 // GIB) / 10
-        needed_gb = -(-spec.base.virtual_size // GIB)
-        raise BuildFailed(
-            'image', f'the image is {size} GiB, but DISK_GB is {spec.disk_gb}. Fix: request DISK_GB:{needed_gb} or more'
-        )
+        fix = f'request DISK_GB:{-(-spec.base.virtual_size // GIB)} or more'
+        raise BuildFailed('image', f'the image is {size} GiB, but DISK_GB is {spec.disk_gb}. Fix: {fix}')
     return spec.disk_gb * GIB
 
 
@@ -138,8 +136,7 @@ def _refuse_features(path: Path) -> None:
         'internal snapshots': snapshots,
         'extended L2 entries (extended_l2)': incompatible & 0b10000,
     }
-    present = ', '.join(name for name, bits in features.items() if bits)
-    if present:
+    if present := ', '.join(name for name, bits in features.items() if bits):
         present = ' and '.join(present.rsplit(', ', 1))
         raise BuildFailed('image', f'the image is a qcow2 with {present}. Fix: qemu-img convert -O qcow2 OLD NEW')
 
@@ -152,8 +149,7 @@ def _read_raw_size(file: BinaryIO) -> int:
     if start.startswith(QCOW2_MAGIC):
         raise _make_refusal('is a qcow2 that is cut off within its header')
     if start[510:512] != b'\x55\xaa':
-        packed = [name for magic, name in COMPRESSION_MAGIC.items() if start.startswith(magic)]
-        if packed:
+        if packed := [name for magic, name in COMPRESSION_MAGIC.items() if start.startswith(magic)]:
             raise _make_refusal(f'is not a disk image: it is compressed with {packed[0]}', 'unpack it first')
         raise _make_refusal('is not a disk image: it has no boot signature')
     if size % 512:

@@ -74,9 +74,8 @@ EMULATOR = 'qemu-system-x86_64'
 # libvirt's probe starts QEMU, which the kernel may kill, or a busy machine may delay beyond libvirt's own limit.
 PROBE_SECONDS = 120.0
 PROBE_PAUSE_SECONDS = 5.0
-NO_QEMU = Problem(
-    f'libvirt has no QEMU for {xml.ARCHITECTURE} guests', 'apt-get install qemu-system-x86; systemctl restart libvirtd'
-)
+INSTALL_QEMU = 'apt-get install qemu-system-x86; systemctl restart libvirtd'
+NO_QEMU = Problem(f'libvirt has no QEMU for {xml.ARCHITECTURE} guests', INSTALL_QEMU)
 
 
 def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, Problem | None]:
@@ -133,16 +132,14 @@ class Libvirt:
         has_filters: bool = False,
         hold_addresses: bool = False,
     ) -> None:
-        self._state = state.absolute()
-        self._attachments = attachments
+        self._state, self._attachments = state.absolute(), attachments
         self._connection = Connection(uri)
-        self._domains = Domains(self._connection)
+        self._domains, self._networks = Domains(self._connection), Networks(self._connection)
         self._filters = Filters(self._connection, control_endpoints)
         self.has_filters, self._hold_addresses = has_filters, hold_addresses
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
         self._console_directory = self._state / 'console'
-        self._networks = Networks(self._connection)
         self._is_probed = False
         self._unplugged: dict[str, GuestTrouble] = {}
         self._unfiltered: dict[str, GuestTrouble] = {}
@@ -271,7 +268,7 @@ class Libvirt:
 
     def start(self, spec: GuestSpec) -> None:
         seed = str(self._seeds.get_path(spec.instance)) if spec.seed is not None else None
-        disk, console = self._volumes.get_path(spec.instance), self.get_console_path(spec.instance)
+        disk, console = str(self._volumes.get_path(spec.instance)), str(self.get_console_path(spec.instance))
         # Prepared each time: filters may have been removed, or missing packages installed.
         problem = self._filters.prepare()
         if problem and self.has_filters:
@@ -280,17 +277,10 @@ class Libvirt:
             message = f'{lost}: ecompute starts no guest until libvirt can again. Fix: {fix}'
             raise Unreachable(message, "libvirt's network filters")
         control = None if problem else self._filters.resolve_services()
-        read_dhcp = self._networks.read_dhcp
+        served, hold = [each for each in spec.networks if each.kind == 'network'], self._hold_addresses
+        no_ipv6 = [each for each in served if not self._networks.read_dhcp(each.name).has_ipv6]
         description = xml.make_domain_xml(
-            spec,
-            str(disk),
-            str(console),
-            seed=seed,
-            blocked_services=control,
-            without_ipv6=[
-                each for each in spec.networks if each.kind == 'network' and not read_dhcp(each.name).has_ipv6
-            ],
-            hold_addresses=self._hold_addresses,
+            spec, disk, console, seed=seed, blocked_services=control, without_ipv6=no_ipv6, hold_addresses=hold
         )
         self._domains.start(spec, description)
 
@@ -308,9 +298,8 @@ class Libvirt:
         self._domains.resize(spec)
 
     def delete_disk(self, instance: str) -> None:
-        self._domains.require_unused_files(
-            instance, [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
-        )
+        paths = [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
+        self._domains.require_unused_files(instance, paths)
         self._seeds.delete(instance)  # first: the overlay shows that the instance exists here
         # `virsh snapshot-create-as --disk-only` makes them. A domain that still names one was made outside ecompute.
         for path in self._volumes.list_snapshots(instance):
@@ -370,9 +359,8 @@ class Libvirt:
                     self._filters.restore(link)
                     log.warning('instance %s: the filter rules of %s were gone: restored them', instance, link.tap)
             except EcompError as error:
-                unfiltered[instance] = GuestTrouble(
-                    model.UNFILTERED, f' ({link.tap}): {error}. Fix: systemctl reload libvirtd'
-                )
+                fix = 'Fix: systemctl reload libvirtd'
+                unfiltered[instance] = GuestTrouble(model.UNFILTERED, f' ({link.tap}): {error}. {fix}')
         self._unfiltered = unfiltered
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
@@ -384,17 +372,14 @@ class Libvirt:
                 if link.tap in taps and link.tap in find_taps():
                     yield instance, link
 
-    def watch_changes(
-        self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
-    ) -> None:
-        self._connection.watch(notify, on_network_change)
+    def watch_changes(self, notify: Callable[[str], None], on_network: Callable[[str], None] | None = None) -> None:
+        self._connection.watch(notify, on_network)
         self._lease_watch.close()
+        directory = networks.LEASES_DIRECTORY
         try:
-            self._lease_watch.callback(networks.watch_leases(networks.LEASES_DIRECTORY, notify))
+            self._lease_watch.callback(networks.watch_leases(directory, notify))
         except OSError as error:
-            log.warning(
-                '%s cannot be watched (%s): a new lease is noticed at the next check', networks.LEASES_DIRECTORY, error
-            )
+            log.warning('%s cannot be watched (%s): a new lease is noticed at the next check', directory, error)
 
     def has_metadata_address(self) -> bool:
         """Return whether our bridge exists and has 169.254.169.254."""
@@ -426,8 +411,7 @@ class Libvirt:
 
 class Filters:
     def __init__(self, connection: Connection, control_endpoints: Sequence[tuple[str, int]]) -> None:
-        self._connection = connection
-        self._control_endpoints = control_endpoints
+        self._connection, self._control_endpoints = connection, control_endpoints
         self._last_addresses: dict[str, list[IpAddress]] = {}
 
     def prepare(self) -> str:
@@ -548,11 +532,9 @@ def has_access(tests: Iterable[str], path: Path, qemu: QemuUser) -> bool:
         # Named by its descriptor, so that the directories above it do not count.
         subject = f'/proc/self/fd/{handle}'
         with suppress(PermissionError):  # only root can become another user
+            as_qemu: Any = {'user': qemu.uid, 'group': group, 'extra_groups': groups, 'pass_fds': [handle]}
             for test in tests:
-                as_qemu: Any = {'user': qemu.uid, 'group': group, 'extra_groups': groups}
-                if subprocess.run(
-                    ['/usr/bin/test', test, subject], pass_fds=[handle], check=False, **as_qemu
-                ).returncode:
+                if subprocess.run(['/usr/bin/test', test, subject], check=False, **as_qemu).returncode:
                     return False
         return True
     finally:

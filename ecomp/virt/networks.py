@@ -40,7 +40,7 @@ TRUSTED_STATES = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
 # The bit of an interface's flags that is set while it is up: netdevice(7).
 IFF_UP = 1
 # Timeout of a program, which only queries the kernel.
-PROGRAM_TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 10
 # The Debian package of each program.
 PACKAGES = {'ip': 'iproute2', 'ebtables-save': 'iptables'}
 
@@ -73,9 +73,8 @@ def list_own_addresses() -> list[IPv4Address | IPv6Address]:
 
 
 def find_loose_taps() -> frozenset[str]:
-    return frozenset(
-        interface.name for interface in INTERFACES_DIRECTORY.glob('vnet*') if not (interface / 'master').exists()
-    )
+    taps = INTERFACES_DIRECTORY.glob('vnet*')
+    return frozenset(tap.name for tap in taps if not (tap / 'master').exists())
 
 
 def find_downed_taps() -> frozenset[str]:
@@ -134,27 +133,20 @@ def _query_ip(*arguments: str) -> list[dict[str, Any]]:
 
 
 def _run(name: str, *arguments: str) -> str:
-    program = shutil.which(name, path=get_search_path())
-    if program is None:
+    if (program := shutil.which(name, path=get_search_path())) is None:
         raise EcompError(f'the program `{name}` is missing. Fix: install {PACKAGES[name]}')
     command = ' '.join((name, *arguments))
     try:
         process = subprocess.run(
-            (program, *arguments),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PROGRAM_TIMEOUT_SECONDS,
-            check=True,
-            encoding='utf-8',
-            errors='replace',  # an interface's name is bytes
+            (program, *arguments), stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_SECONDS, check=True
         )
     except subprocess.TimeoutExpired as error:
-        raise EcompError(f'`{command}` does not end within {PROGRAM_TIMEOUT_SECONDS} s') from error
+        raise EcompError(f'`{command}` does not end within {TIMEOUT_SECONDS} s') from error
     except OSError as error:
         raise EcompError(f'`{program}` cannot be started: {error.strerror}') from error
     except subprocess.CalledProcessError as error:
-        raise EcompError(' '.join(error.stderr.split()) or f'`{command}` failed') from error
-    return process.stdout
+        raise EcompError(' '.join(error.stderr.decode(errors='replace').split()) or f'`{command}` failed') from error
+    return process.stdout.decode(errors='replace')  # an interface's name is bytes
 
 
 # The stage at which an instance without an address fails: before anything of it is created.

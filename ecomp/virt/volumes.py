@@ -37,9 +37,8 @@ class _InstanceFiles:
             names = os.listdir(self.directory)
         except OSError as error:
             # Not an empty set: the instances would seem to be removed.
-            raise Unreachable(
-                f'{self.directory} cannot be read: {error.strerror} (its file system may not be mounted)'
-            ) from error
+            reason = f'{error.strerror} (its file system may not be mounted)'
+            raise Unreachable(f'{self.directory} cannot be read: {reason}') from error
         stems = (name.removesuffix(self.suffix) for name in names if name.endswith(self.suffix))
         return {stem for stem in stems if keys.is_uuid(stem)}
 

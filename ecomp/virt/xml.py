@@ -346,7 +346,7 @@ def add_filter_reference(
     address: str | None,
     blocked_services: Collection[ClosedService],
     mac6: str | None,
-    by_dhcp: bool = False,
+    by_dhcp: bool,
 ) -> None:
     """Add a filter that blocks `blocked_services` to a domain's `<interface>`.
 
@@ -354,18 +354,16 @@ def add_filter_reference(
     Otherwise only its MAC is checked. `mac6` is the MAC that may send IPv6, None for none.
     """
     # With `by_dhcp` and no reserved address it may only send DHCP until libvirt has seen which address it is given.
-    filter_reference = ET.SubElement(
-        interface, 'filterref', filter=ADDRESS_FILTER if address or by_dhcp else MAC_FILTER
-    )
-    ET.SubElement(filter_reference, 'parameter', name='MAC6', value=mac6 or _UNUSED_MAC)
+    reference = ET.SubElement(interface, 'filterref', filter=ADDRESS_FILTER if address or by_dhcp else MAC_FILTER)
+    ET.SubElement(reference, 'parameter', name='MAC6', value=mac6 or _UNUSED_MAC)
     if address:
-        ET.SubElement(filter_reference, 'parameter', name='IP', value=address)
+        ET.SubElement(reference, 'parameter', name='IP', value=address)
     elif by_dhcp:
-        ET.SubElement(filter_reference, 'parameter', name='CTRL_IP_LEARNING', value='dhcp')
+        ET.SubElement(reference, 'parameter', name='CTRL_IP_LEARNING', value='dhcp')
     for version, nowhere in zip((4, 6), _PLACEHOLDER_SERVICES, strict=True):
         for service in [service for service in blocked_services if service.address.version == version] or [nowhere]:
-            ET.SubElement(filter_reference, 'parameter', name=f'CONTROL{version}', value=str(service.address))
-            ET.SubElement(filter_reference, 'parameter', name=f'PORT{version}', value=str(service.port))
+            ET.SubElement(reference, 'parameter', name=f'CONTROL{version}', value=str(service.address))
+            ET.SubElement(reference, 'parameter', name=f'PORT{version}', value=str(service.port))
 
 
 # Forward modes in which libvirt gives out no addresses, because it did not create the network.
@@ -434,22 +432,16 @@ def read_dhcp(xml: str) -> Dhcp:
         served_ranges = element.findall('dhcp/range')
         ranges += [(IPv4Address(entry.get('start', '')), IPv4Address(entry.get('end', ''))) for entry in served_ranges]
         seconds += [_parse_lease_seconds(entry.find('lease')) for entry in served_ranges]
-        reservations += [
-            Reservation(host.get('mac', '').lower(), host.get('ip', ''), host.get('name', ''))
-            for host in element.iterfind('dhcp/host')
-        ]
+        hosts = [[host.get(name, '') for name in ('mac', 'ip', 'name')] for host in element.iterfind('dhcp/host')]
+        reservations += [Reservation(mac.lower(), ip, name) for mac, ip, name in hosts]
     mode = forward.get('mode', 'nat') if forward is not None else ''
     # https://libvirt.org/formatnetwork.html#network-namespaces; dnsmasq(8): a reservation sets the tag `known`.
-    options = {
-        option.get('value') for option in root.iterfind(f'{{{DNSMASQ_NAMESPACE}}}options/{{{DNSMASQ_NAMESPACE}}}option')
-    }
-    known_only = RESERVED_ONLY_OPTION in options
+    options = root.iterfind(f'{{{DNSMASQ_NAMESPACE}}}options/{{{DNSMASQ_NAMESPACE}}}option')
+    closed = RESERVED_ONLY_OPTION in {option.get('value') for option in options}
     served = mode not in UNSERVED_FORWARD_MODES
     ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
     unfit = _explain_unfit(root, served, ipv4_elements, not ranges)
-    return Dhcp(
-        tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit, server
-    )
+    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, closed, tuple(seconds), ipv6, unfit, server)
 
 
 def close_dhcp(xml: str) -> str:

@@ -97,9 +97,8 @@ def load(path: Path | None) -> Config:
     try:
         text = named_path.read_bytes().decode('utf-8-sig')
     except OSError as error:
-        raise ConfError(
-            f'{path}: {error.strerror}. Fix: give a readable file, or omit CONF to use the defaults'
-        ) from error
+        fix = 'give a readable file, or omit CONF to use the defaults'
+        raise ConfError(f'{path}: {error.strerror}. Fix: {fix}') from error
     except UnicodeDecodeError as error:
         raise ConfError(f'{path}: is not UTF-8 text') from error
     finally:
@@ -114,9 +113,8 @@ def parse(text: str, path: Path) -> Config:
     try:
         parser.read_string(text, str(path))
     except configparser.MissingSectionHeaderError as error:
-        raise ConfError(
-            f'{path}: line {error.lineno}: this line is before the first [section]. Fix: begin the file with [mdserver]'
-        ) from error
+        problem = 'this line is before the first [section]. Fix: begin the file with [mdserver]'
+        raise ConfError(f'{path}: line {error.lineno}: {problem}') from error
     except configparser.ParsingError as error:
         lines = ', '.join(str(number) for number, _ in error.errors)
         raise ConfError(f'{path}: line {lines}: must be [section] or "key = value"') from error
@@ -169,9 +167,8 @@ def parse_address_port(text: str, default: int) -> tuple[str, int]:
 
 def _find_reader(key: str) -> Callable[[str, Path], object]:
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
-        raise ValueError(
-            'passwords for guests are no longer supported. Fix: remove `password`, and put a key into [public-keys]'
-        )
+        fix = 'remove `password`, and put a key into [public-keys]'
+        raise ValueError(f'passwords for guests are no longer supported. Fix: {fix}')
     if key not in READERS:
         raise ValueError(f'unknown key in [mdserver]: must be one of {", ".join(READERS)}')
     return READERS[key]

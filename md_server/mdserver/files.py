@@ -133,16 +133,13 @@ class Files:
         """Return whether any machine has a lease or reservation of this address."""
         # Not thread-safe.
         if not 0 <= now - self._leases_read_at < LEASE_CACHE_SECONDS:
-            self._leased_addresses = {
-                lease.address for lease in self._read_leases()[0] if lease.reserved or lease.expiry > now
-            }
+            leases, _ = self._read_leases()
+            self._leased_addresses = {lease.address for lease in leases if lease.reserved or lease.expiry > now}
             self._leases_read_at = now
         return address in self._leased_addresses
 
     def _read_leases(self) -> tuple[list[Lease], list[str]]:
-        leases: list[Lease] = []
-        problems = []
-        bridge = ''
+        leases, problems, bridge = list[Lease](), list[str](), ''
         for name, content in self._ask('leases'):
             path = Path(name)
             try:

@@ -97,21 +97,13 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
 
     channel_class = _Channel
 
-    def __init__(
-        self, application: Any, sock: socket.socket, is_allowed: Callable[[str], bool], **adjustments: Any
-    ) -> None:
+    def __init__(self, app: Any, sock: socket.socket, is_allowed: Callable[[str], bool], **adjustments: Any) -> None:
         self._is_allowed = is_allowed
         self._request_limiter = RateLimiter(REQUESTS_PER_SECOND, REQUEST_BURST)
         self._to_close: list[_Channel] = []
         self._log_limiter = RateLimiter(LOG_LINES_PER_SECOND, 1)
-        super().__init__(
-            application,
-            _sock=sock,
-            bind_socket=False,
-            cleanup_interval=1,
-            sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()),
-            **adjustments,
-        )
+        info = sock.family, sock.type, sock.proto, sock.getsockname()
+        super().__init__(app, _sock=sock, bind_socket=False, cleanup_interval=1, sockinfo=info, **adjustments)
         self.adj.asyncore_loop_timeout = POLL_SECONDS  # as an adjustment it would be truncated to 0
 
     def admit(self, channel: _Channel) -> float:
@@ -125,15 +117,12 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
             if self._log_limiter.try_acquire('', now):
                 log.warning('client=%s is not a guest of this host: not answered', address)
             return float('inf')
-        peers = [
-            peer for peer in self.active_channels.values() if peer.addr[0] == address and peer not in self._to_close
-        ]
-        if len(peers) > MAX_CONNECTIONS_PER_ADDRESS:
+        channels, limit = self.active_channels.values(), MAX_CONNECTIONS_PER_ADDRESS
+        peers = [each for each in channels if each.addr[0] == address and each not in self._to_close]
+        if len(peers) > limit:
             self._to_close.append(peers[0])  # a dict keeps the order of insertion
             if self._log_limiter.try_acquire(address, now):
-                log.warning(
-                    'client=%s has more than %d connections: closing its oldest', address, MAX_CONNECTIONS_PER_ADDRESS
-                )
+                log.warning('client=%s has more than %d connections: closing its oldest', address, limit)
         return now + self._request_limiter.schedule(address, now)
 
     def readable(self) -> bool:

@@ -131,9 +131,8 @@ def _make_ec2_tree(guest: KnownGuest) -> Tree:
     }
     # Every listed entry must exist, or cloud-init drops all meta-data: without keys, list no `public-keys`.
     if guest.public_keys:
-        meta_data['public-keys/'] = {
-            f'{number}={name}': {'openssh-key': key.encode()} for number, (name, key) in enumerate(guest.public_keys)
-        }
+        pairs = enumerate(guest.public_keys)
+        meta_data['public-keys/'] = {f'{n}={name}': {'openssh-key': key.encode()} for n, (name, key) in pairs}
     tree: dict[str, bytes | Tree] = {'meta-data': meta_data}
     # In EC2, 404 means no user-data; an empty body would be a script that fails.
     if guest.user_data is not None:
@@ -156,12 +155,8 @@ def make_seed(guest: KnownGuest, with_phone_home: bool) -> dict[str, bytes]:
 def _make_seed_files(guest: KnownGuest, extra: Mapping[str, str]) -> dict[str, bytes]:
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
     # must be read before the network is up, so it omits that.
-    meta_data = {
-        'instance-id': guest.instance,
-        'local-hostname': guest.hostname,
-        'public-keys': [key for _, key in guest.public_keys or ()],
-        **extra,
-    }
+    keys = [key for _, key in guest.public_keys or ()]
+    meta_data = {'instance-id': guest.instance, 'local-hostname': guest.hostname, 'public-keys': keys, **extra}
     return {
         'meta-data': _dump_yaml(meta_data),
         'user-data': guest.user_data or b'',

@@ -16,19 +16,13 @@ from mdserver.files import Files
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
-    parser.add_argument('mac', help='MAC address of one interface of the guest')
-    parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf. Default: built-in values')
-    parser.add_argument(
-        '--guests',
-        metavar='DIR',
-        type=Path,
-        help="directory of ecompute's metadata files. Default: `guests` of mdserver.conf",
-    )
-    parser.add_argument(
-        '--no-phone-home', action='store_true', help='omit the script that reports to the metadata server'
-    )
-    arguments = parser.parse_args(argv)
+    cli = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
+    cli.add_argument('mac', help='MAC address of one interface of the guest')
+    cli.add_argument('conf', nargs='?', type=Path, help='mdserver.conf. Default: built-in values')
+    guests_help = "directory of ecompute's metadata files. Default: `guests` of mdserver.conf"
+    cli.add_argument('--guests', metavar='DIR', type=Path, help=guests_help)
+    cli.add_argument('--no-phone-home', action='store_true', help='omit the script that reports to the metadata server')
+    arguments = cli.parse_args(argv)
     try:
         config = conf.load(arguments.conf)
         if arguments.guests is not None:

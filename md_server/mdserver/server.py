@@ -192,10 +192,8 @@ def _switch_user(name: str, ids: UserIds) -> None:
     try:
         drop_privileges(ids)
     except OSError as error:
-        advice = (
-            'mdserver must start with CAP_SETUID and CAP_SETGID, and lose all capabilities when it changes its user'
-        )
-        raise OSError(f'--user {name}: cannot become this user: {error.strerror}: {advice}') from error
+        why = 'mdserver must start with CAP_SETUID and CAP_SETGID, and lose all capabilities when it changes its user'
+        raise OSError(f'--user {name}: cannot become this user: {error.strerror}: {why}') from error
 
 
 def _resolve_user(name: str) -> UserIds:
@@ -246,9 +244,8 @@ class _OneLine(logging.Formatter):
 def make_parser() -> argparse.ArgumentParser:
     cli = _Parser(prog='mdserver', description='Serve metadata to the guests on this host.')
     cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf. Default: built-in values')
-    cli.add_argument(
-        '--listen', metavar='ADDRESS[:PORT]', help='address to listen on. Default: that of CONF, or 169.254.169.254:80'
-    )
+    listen_help = 'address to listen on. Default: that of CONF, or 169.254.169.254:80'
+    cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help=listen_help)
     guests_help = "directory of ecompute's metadata files. Default: that of CONF, or /var/lib/ecompute/metadata"
     cli.add_argument('--guests', metavar='DIR', type=Path, help=guests_help)
     bridge_help = 'answer only this host, guests on this bridge, and holders of DHCP leases'

@@ -69,10 +69,8 @@ def confirm_sightings(
     previous_sightings: Mapping[Seen, float], sighted: Collection[Seen], now: float
 ) -> tuple[dict[Seen, float], set[Seen]]:
     """Return the first sighting of each in `sighted`, and those seen for CONFIRMATION_SECONDS."""
-    first_sightings = {each: previous_sightings.get(each, now) for each in sighted}
-    return first_sightings, {
-        consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
-    }
+    first = {each: previous_sightings.get(each, now) for each in sighted}
+    return first, {each for each, seen_at in first.items() if now - seen_at >= CONFIRMATION_SECONDS}
 
 
 class ClaimKeeper:
@@ -82,8 +80,7 @@ class ClaimKeeper:
         self._compute = compute
         # Only a compute that takes from queues keeps the claims of queued requests.
         self._queued = QUEUED if takes_from_queues else NOT_QUEUED
-        self._store = store
-        self._placement = placement
+        self._store, self._placement = store, placement
         self._first_sightings: dict[str, float] = {}
         self._first_differences: dict[str, float] = {}
         # The generation at which this compute had no orphaned claim.
@@ -127,13 +124,10 @@ class ClaimKeeper:
             return
         # Placement was read first: its answer has no later claim, and a claim in it that was delivered since then has
         # its request key. Etcd is queried, because the followed state may be stale.
-        requested = [
-            keys.get_last_part(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries
-        ]
+        requests = self._store.snapshot(keys.request_prefix(self._compute), keys_only=True).entries
         in_flight = read_pending_instances(self._store, self._queued)
-        self._first_sightings, confirmed = confirm_sightings(
-            self._first_sightings, find_orphans(consumers, requested, guests, in_flight), now
-        )
+        orphans = find_orphans(consumers, {*map(keys.get_last_part, requests)}, guests, in_flight)
+        self._first_sightings, confirmed = confirm_sightings(self._first_sightings, orphans, now)
         note = partial(note_released, self._store)
         for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
             if released:

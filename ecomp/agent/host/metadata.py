@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
 
 # How long mdserver may take to print a seed; then the build fails.
-SEED_TIMEOUT_SECONDS = 60.0
+SEED_SECONDS = 60.0
 
 
 def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
@@ -41,22 +41,15 @@ def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_ho
         with open_configuration(config_directory) as (conf_arguments, opened):
             command = [*make_command('seed', guest_directory), *options, mac, *conf_arguments]
             result = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=SEED_TIMEOUT_SECONDS,
-                cwd='/',
-                pass_fds=opened,
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEED_SECONDS, cwd='/', pass_fds=opened
             )
     except subprocess.TimeoutExpired as error:
-        raise BuildFailed('scheduled', f'mdserver did not make the seed within {SEED_TIMEOUT_SECONDS:g} s') from error
+        raise BuildFailed('scheduled', f'mdserver did not make the seed within {SEED_SECONDS:g} s') from error
     except UsageError as error:
         raise BuildFailed('scheduled', str(error)) from error
-    error_lines = result.stderr.decode(errors='replace').strip().splitlines() or [
-        f'mdserver.seed exited with {result.returncode}'
-    ]
     if result.returncode:
-        raise BuildFailed('scheduled', error_lines[-1])
+        lines = result.stderr.decode(errors='replace').strip().splitlines()
+        raise BuildFailed('scheduled', lines[-1] if lines else f'mdserver.seed exited with {result.returncode}')
     return {name: text.encode(errors='surrogateescape') for name, text in json.loads(result.stdout).items()}
 
 
@@ -112,9 +105,7 @@ class MetadataServer:
     """The metadata server at 169.254.169.254: ours, or one that was started outside ecomp."""
 
     def __init__(self, guest_directory: Path, config_directory: Path, bridge: str) -> None:
-        self._guest_directory = guest_directory
-        self._config_directory = config_directory
-        self._bridge = bridge
+        self._guest_directory, self._config_directory, self._bridge = guest_directory, config_directory, bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
@@ -123,8 +114,7 @@ class MetadataServer:
         Call it only when this host has the address, which may otherwise be a cloud's own service.
         """
         if self._process is not None:
-            code = self._process.poll()
-            if code is None:
+            if (code := self._process.poll()) is None:
                 return
             log.warning('the metadata server ended with exit code %s: starting it again', code)
             self._process = None
@@ -286,21 +276,16 @@ class GuestData:
 
     def read_instances(self) -> dict[str, str]:
         """Return the instance of each file, by its MAC or, for a report, by the instance itself."""
-        reports = (
-            path for suffix in (READY_SUFFIX, PARTIAL_REPORT_SUFFIX) for path in self.directory.glob(f'*{suffix}')
-        )
-        instances = {path.stem: path.stem for path in reports}
-        for path in self.directory.glob('*.json'):
-            if (instance := self._read_owner(path.stem)) is not None:
-                instances[path.stem] = instance
-        return instances
+        suffixes = READY_SUFFIX, PARTIAL_REPORT_SUFFIX
+        reporters = {path.stem for suffix in suffixes for path in self.directory.glob(f'*{suffix}')}
+        owners = {path.stem: self._read_owner(path.stem) for path in self.directory.glob('*.json')}
+        return {each: each for each in reporters} | {mac: owner for mac, owner in owners.items() if owner is not None}
 
     def read_user_data(self, mac: str) -> bytes | None:
         """Return the user-data in a MAC's file, or None if it has none or is unreadable."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            return bytes(
-                json.loads((self.directory / f'{mac}.json').read_bytes())['user_data'].encode(errors='surrogateescape')
-            )
+            text = json.loads((self.directory / f'{mac}.json').read_bytes())['user_data']
+            return bytes(text.encode(errors='surrogateescape'))
         return None
 
     def find_ready(self) -> set[str]:
@@ -315,10 +300,8 @@ class GuestData:
     def read_refusals(self) -> dict[str, str]:
         """Return {MAC: reason} of the guests that the metadata server refused."""
         with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
-            paths = self.directory.glob(f'*{REFUSAL_SUFFIX}')
-            return {
-                path.stem: make_printable(path.read_text(errors='replace')[:MAX_REASON_CHARACTERS]) for path in paths
-            }
+            texts = {path.stem: path.read_text(errors='replace') for path in self.directory.glob(f'*{REFUSAL_SUFFIX}')}
+            return {mac: make_printable(text[:MAX_REASON_CHARACTERS]) for mac, text in texts.items()}
         return {}
 
     def remove_refusals(self, macs: Iterable[str]) -> None:

@@ -152,9 +152,7 @@ def _read_allocated_bytes(path: Path, device: int) -> int:
     return status.st_blocks * 512 if status.st_dev == device else 0
 
 
-def settle_reserved(
-    current: Mapping[str, Mapping[str, float]], measured: PlacementInventory, is_exact: bool
-) -> PlacementInventory:
+def settle_reserved(current: PlacementInventory, measured: PlacementInventory, is_exact: bool) -> PlacementInventory:
     """Return `measured`, with the current reserved amount of each class that hardly differs."""
     settled = {name: dict(parts) for name, parts in measured.items()}
     for name, parts in settled.items():
@@ -192,10 +190,8 @@ class Registration:
     state_directory: Path
 
     def __post_init__(self) -> None:
-        self._configured_names = {
-            TRAITS: frozenset([*self.configured_traits, *self.detected_traits]),
-            AGGREGATES: frozenset(self.aggregates),
-        }
+        traits = frozenset([*self.configured_traits, *self.detected_traits])
+        self._configured_names = {TRAITS: traits, AGGREGATES: frozenset(self.aggregates)}
         self._path = self.state_directory / 'provider.json'
         self._own_names = _read_own_names(self._path, self.compute)
         self._last_good_check = LastGoodCheck()
@@ -216,9 +212,8 @@ class Registration:
         failpoint('registered')
         # Once is_closing() is true, traits, aggregates and inventory are left as they are.
         # A new provider has no traits, and is at generation 0.
-        has_changed_names = (
-            bool(self.aggregates or self._configured_names[TRAITS]) or not is_new
-        ) and self._update_names(is_closing)
+        has_names = bool(self.aggregates or self._configured_names[TRAITS])
+        has_changed_names = (has_names or not is_new) and self._update_names(is_closing)
         failpoint('described')
         if not is_right:
             before = 0 if is_new and not has_changed_names else None
@@ -266,14 +261,6 @@ class Registration:
         current = {TRAITS: frozenset(self.provider.traits), AGGREGATES: frozenset(self.provider.aggregates)}
         return all(names == self._derive_names(kind, names) for kind, names in current.items())
 
-    def _list_kinds(self) -> list[str]:
-        # AGGREGATES only if configured or ours, which saves most computes a call.
-        return [
-            kind
-            for kind in (TRAITS, AGGREGATES)
-            if kind == TRAITS or self._configured_names[kind] or self._own_names[kind]
-        ]
-
     def _derive_names(self, kind: str, current: Names) -> Names:
         names = status.merge_names(current, self._configured_names[kind], self._own_names[kind])
         return status.apply_start(names) if kind == TRAITS else names
@@ -281,7 +268,9 @@ class Registration:
     def _update_names(self, is_closing: Callable[[], bool]) -> bool:
         self._create_traits()
         changed = False
-        for kind in self._list_kinds():
+        # AGGREGATES only if configured or ours, which saves most computes a call.
+        has_aggregates = self._configured_names[AGGREGATES] or self._own_names[AGGREGATES]
+        for kind in (TRAITS, AGGREGATES) if has_aggregates else (TRAITS,):
 
             def update(current: Names, kind: str = kind) -> Names:
                 if is_closing():

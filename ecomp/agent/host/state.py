@@ -235,9 +235,8 @@ class Identity:
             _make_directory(directory)
             self._lock = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise UsageError(
-                f'state directory {directory}: {error.strerror}. Fix: run as root, or set `state:` in compute.yaml'
-            ) from error
+            fix = 'run as root, or set `state:` in compute.yaml'
+            raise UsageError(f'state directory {directory}: {error.strerror}. Fix: {fix}') from error
         if not wait_for_lock(LOCK_WAIT_SECONDS, lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)):
             holder = os.pread(self._lock, 64, 0).decode(errors='replace').strip()
             os.close(self._lock)
@@ -336,9 +335,8 @@ class KnownEtcd:
     def load(self) -> KnownCluster:
         """Read the file, or return an empty KnownCluster if it is missing."""
         try:
-            self._cluster = decode(KnownCluster, self._path.read_bytes())
-        except FileNotFoundError:
-            pass
+            with suppress(FileNotFoundError):
+                self._cluster = decode(KnownCluster, self._path.read_bytes())
         except ValueError as error:
             cure = 'restore the file, or run `ecompute --accept-new-etcd`'
             raise UsageError(f'{self._path}: is malformed: {error}. Fix: {cure}') from error

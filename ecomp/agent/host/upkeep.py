@@ -151,9 +151,8 @@ class Upkeep:
         self.measure()
         world = self.read_world(is_asked)
         revisions = index_revisions(world.planes.etcd)
-        seen: dict[Hashable, Finding] = {
-            (each, tuple(sorted(revisions.get(each.subject, {}).items()))): each for each in find_all(world)
-        }
+        marks = ((each, tuple(sorted(revisions.get(each.subject, {}).items()))) for each in find_all(world))
+        seen: dict[Hashable, Finding] = {mark: mark[0] for mark in marks}
         self._first_sightings, _ = confirm_sightings(self._first_sightings, seen.keys(), now)
         return world, {finding: now - self._first_sightings[sighting] for sighting, finding in seen.items()}
 
@@ -187,9 +186,8 @@ class Upkeep:
                 present.add(keys.get_last_part(key))
         if strangers := {each for each in present if keys.request(self.compute, each) not in etcd}:
             index = read_index(self.store)
-            etcd |= self.store.read(
-                [key for each in strangers for found in (index.requests, index.records) for key in found.get(each, ())]
-            )
+            places = [found.get(each, ()) for each in strangers for found in (index.requests, index.records)]
+            etcd |= self.store.read([key for place in places for key in place])
         state = ProviderState(self.compute, self._inventory, consumers)
         return World(Planes({self.compute: state}, {**etcd, **records}, self.compute, facts))
 
