@@ -125,7 +125,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
-    """Render the systemd unit that runs `program` with --config."""
     _require_alone(options, 'unit')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])

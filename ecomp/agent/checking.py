@@ -34,12 +34,7 @@ def probe_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]
 
 
 def close_dhcp(config: ComputeConfig) -> Iterator[str]:
-    """Close the DHCP of our networks to unknown MACs, and yield what was done.
-
-    Raises:
-        UsageError: a network is missing.
-        Conflict: an ecompute runs, or a guest would be affected.
-    """
+    """Close the DHCP of our networks to unknown MACs, and yield what was done."""
     from ecomp.virt.connection import Connection
     from ecomp.virt.networks import Networks
 
@@ -71,7 +66,6 @@ def find_refusals(config: ComputeConfig, has_placement: bool) -> list[Problem]:
 
 
 def explain_missing_images(config: ComputeConfig) -> Problem | None:
-    """Return the problem that `images:` is not a directory, if it is set."""
     if config.images is None or os.path.isdir(config.images):
         return None
     what = f'`images:` {config.images} is not a directory: each file:// image fails'

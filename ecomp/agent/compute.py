@@ -69,8 +69,7 @@ log = logging.getLogger(__name__)
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
     """Save the end of each instance in `memory` without request, guest or living record."""
     requests, remembered = store.snapshot(keys.request_prefix(compute), keys_only=True).entries, memory.get_entries()
-    # An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
-    # would reserve its address at every start.
+    # An end is written to etcd first, so a kill in between, or a full disk, leaves an entry that reserves its address.
     for instance in remembered.keys() - {*map(keys.get_last_part, requests), *guests}:
         # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
         stored, entry = store.get(keys.record(compute, instance)), remembered[instance]
@@ -351,10 +350,6 @@ class Compute:
         """Check that this compute may run here, save and register it, and make its parts.
 
         In an unfamiliar etcd it only makes the parts.
-
-        Raises:
-            Conflict: another ecompute is this compute, or a compute that is not alive has guests here.
-            UsageError: the configuration is wrong.
         """
         config, fake, familiar, placement = self.config, self.fake, self.is_familiar_etcd, self.placement
         # First, because another ecompute may be this compute, and must not be disturbed.

@@ -215,7 +215,6 @@ class Planner:
             self.wake_up(f'{task.kind.value} of {instance} finished')
 
     def retry_now(self) -> None:
-        """Retry deferred tasks now, from any thread."""
         self.deferrals.clear()
         self.wake_up('trying deferred tasks again')
 

@@ -88,7 +88,6 @@ class MetricsWriter:
         self._loop.schedule()
 
     def stop(self) -> None:
-        """Write no more, and remove the file."""
         # A file that stays behind shows that its ecompute did not end cleanly.
         self._loop.stop()
         with self._lock, suppress(OSError):

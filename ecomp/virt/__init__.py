@@ -46,10 +46,7 @@ class Hypervisor(Protocol):
         """
 
     def list_foreign(self, instance: str = '') -> Mapping[str, ForeignGuest]:
-        """Return the domains without an owner mark, or at least those of `instance`, by uuid.
-
-        Adopted domains are listed, too.
-        """
+        """Return domains without an owner mark, also adopted ones, or just `instance`, by uuid."""
 
     def set_adoption(self, instance: str, compute: str | None) -> None:
         """Put a compute's adoption mark on an existing domain, or remove it if `compute` is None."""

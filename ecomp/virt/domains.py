@@ -270,10 +270,6 @@ class Domains:
         """Force our domain off and wait until it is off, or, with `undefine`, until it is gone.
 
         With `undefine`, a domain that ecompute did not create is left alone (rule: single-owner).
-
-        Raises:
-            Conflict: the domain is not ours.
-            EcompError: it still runs, or exists, after DESTROY_TIMEOUT_SECONDS with retries.
         """
         failure, activity = 'libvirt reports no error', 'destroying' if undefine else 'switching off'
         deadline, backoff = time.monotonic() + DESTROY_TIMEOUT_SECONDS, Backoff(*RETRY_DELAYS_SECONDS)

@@ -382,7 +382,6 @@ class Libvirt:
             log.warning('%s cannot be watched (%s): a new lease is noticed at the next check', directory, error)
 
     def has_metadata_address(self) -> bool:
-        """Return whether our bridge exists and has 169.254.169.254."""
         bridge = self.find_bridge()
         return bridge is not None and networks.has_metadata_address(bridge)
 

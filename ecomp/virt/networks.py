@@ -273,11 +273,7 @@ class Networks:
         return [flag for flag, definition in definitions.items() if definition.is_open]
 
     def close_dhcp(self, name: str, open_definitions: Collection[int]) -> str:
-        """Let these definitions serve only MACs with a reservation, and return what was done.
-
-        Raises:
-            Conflict: LIVE needs a restart of the network, which would disconnect guests or remove it.
-        """
+        """Let these definitions serve only MACs with a reservation, and return what was done."""
         with self._connection.use(f'closing the DHCP of network {name}') as connection:
             network = connection.networkLookupByName(name)
             if LIVE in open_definitions and (obstacle := _explain_no_restart(connection, network)):

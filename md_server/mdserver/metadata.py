@@ -3,7 +3,6 @@
 EC2's tree, /2009-04-04/… and /latest/…, is for Cirros and cloud-init's Ec2 source. NoCloud's, /seed/<uuid>/…, which
 make_seed() also puts on a disk, is for current cloud images. When cloud-init has finished, a script in vendor-data
 posts to /phone-home/<uuid>/: a form as cloud-init's phone_home sends it, with the additional fields stage and error.
-
 A body has no newline at its end: cloud-init takes an EC2 value with a newline for a list of values.
 
 Sources: Amazon's "Instance metadata" user guide; cloud-init's `sources/helpers/ec2.py` (an index entry that ends in "/"

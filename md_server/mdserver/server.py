@@ -158,10 +158,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Return whether the client may ask: it is local, on `bridge` or has a lease.
-
-    Local is 127.* or the listen address. Without `bridge` every client may ask.
-    """
+    """Return whether a client may ask: if local, on `bridge` (None: any) or with a lease."""
     # The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
     # not work: a restarted network has a new bridge of the same name.
     if bridge is None or address == config.listen_address or address.startswith('127.'):

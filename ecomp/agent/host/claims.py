@@ -55,13 +55,11 @@ CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 def find_orphans(
     consumers: Collection[str], requests: Collection[str], guests: Collection[str], in_flight: Collection[str]
 ) -> set[str]:
-    """Return the consumers that have no request, attempt or guest."""
     # A guest without a request still uses the resources.
     return set(consumers) - set(requests) - set(guests) - set(in_flight)
 
 
 def find_differing(claims: Mapping[str, Resources], targets: Mapping[str, Resources]) -> set[str]:
-    """Return the instances that hold something else than their requests claim."""
     return {instance for instance, amounts in targets.items() if claims.get(instance, amounts) != amounts}
 
 
@@ -101,7 +99,6 @@ class ClaimKeeper:
         """Release the claims of orphans first seen CONFIRMATION_SECONDS or more before `now`.
 
         A claim that differs for so long from its amounts in `targets`, those of its request, is set to them.
-
         The check is skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` is unchanged and each consumer
         of the last check has a guest or a request in `requests`, and holds its amounts in `targets`.
         """

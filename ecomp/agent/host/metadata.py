@@ -239,11 +239,7 @@ class GuestData:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
-        """Write a file for each MAC of an instance, and remove an earlier report.
-
-        Raises:
-            BuildFailed: another instance is writing the file of a MAC, or has one and is in list_current().
-        """
+        """Write a file for each MAC of an instance, and remove an earlier report."""
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
                 other = self._pending_writes.get(mac) or self._read_owner(mac)
@@ -289,7 +285,6 @@ class GuestData:
         return None
 
     def find_ready(self) -> set[str]:
-        """Return the instances whose guests reported cloud-init's end."""
         try:
             return {path.stem for path in self.directory.glob(f'*{READY_SUFFIX}')}
         except OSError as error:
@@ -327,8 +322,7 @@ class GuestData:
         try:
             self._unlink_report(instance)
         except OSError as error:
-            # The record of a guest that went off must not wait for this. A read-only file system refuses to remove
-            # even a missing file.
+            # The record of its end must not wait. A read-only file system refuses to remove even a missing file.
             if instance in self.find_ready():
                 failure = f'{error.filename} cannot be removed ({error.strerror})'
                 log.warning('%s: instance %s will seem ready immediately after its next start', failure, instance)

@@ -99,7 +99,6 @@ def make_inventory(machine: MachineUsage, image_cache_gib: int, foreign_vcpus: i
 
 
 def make_fixed_inventory(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the inventory of configured totals (`inventory:`, --fake), with nothing reserved."""
     return {name: {'total': total, 'reserved': 0} for name, total in totals.items()}
 
 
@@ -112,7 +111,6 @@ def add_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, flo
 
 
 def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementInventory:
-    """Return the inventory with all VCPU reserved, so that nothing new is scheduled there."""
     closed_inventory = {name: dict(amounts) for name, amounts in current.items()}
     if 'VCPU' in closed_inventory:
         closed_inventory['VCPU']['reserved'] = closed_inventory['VCPU']['total']

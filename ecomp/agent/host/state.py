@@ -308,10 +308,7 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def verify_or_adopt(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is familiar (rule: familiar-etcd).
-
-    If none is remembered, this one is remembered, and familiar.
-    """
+    """Return whether etcd is familiar (rule: familiar-etcd), as the first one here is."""
     try:
         if guard.known_cluster.identity:
             store.require_identity()
@@ -353,7 +350,6 @@ class KnownEtcd:
         self._loop.schedule()
 
     def stop(self) -> None:
-        """Stop the thread, and write once more."""
         self._loop.join()
         if self._is_started:
             self._write()

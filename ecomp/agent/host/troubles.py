@@ -25,10 +25,7 @@ MAX_FAILURES = 64
 
 
 class Troubles:
-    """The reasons why one compute cannot build, which `publish` gets when they change.
-
-    Threads may share it.
-    """
+    """The reasons why one compute cannot build, for `publish` at each change (thread-safe)."""
 
     def __init__(self, hypervisor: Hypervisor, publish: Callable[[Sequence[str]], None]) -> None:
         self._hypervisor, self._publish = hypervisor, publish
@@ -45,10 +42,7 @@ class Troubles:
         return not self.reasons
 
     def note_build(self, image: str, failure: Failure | None) -> None:
-        """Note that a build failed or, with None, that it succeeded.
-
-        A success ends the trouble of failed builds.
-        """
+        """Note a failed build or, with None, a success, which ends the trouble of failed builds."""
         with self._lock:
             if failure is None:
                 self._failures.clear()

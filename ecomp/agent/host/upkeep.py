@@ -128,10 +128,7 @@ class Upkeep:
             self._loop.schedule()
 
     def step(self) -> None:
-        """Look, publish what both this look and an earlier one found, and repair reservations.
-
-        An error is published, and then raised.
-        """
+        """Look, publish what both this look and an earlier one found, and repair reservations."""
         with self.lock:
             try:
                 world, ages = self._look(is_asked=False)
@@ -338,5 +335,4 @@ class Upkeep:
 
 
 def select_older(ages: Mapping[Finding, float], min_seconds: float) -> list[Finding]:
-    """Return the findings that were first seen at least `min_seconds` ago."""
     return [finding for finding, age in ages.items() if age >= min_seconds]

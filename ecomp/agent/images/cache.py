@@ -452,10 +452,6 @@ class ImageCache:
         Unless the URL has #sha256=, the server of a cached image is asked whether the image has changed. It is not
         asked if it gave no answer lately, or answered a question asked after `requested_at` (monotonic). The cached
         image is used if there is no answer. `checkpoint` is called at least once a second.
-
-        Raises:
-            BuildFailed: the image is refused, or cannot be downloaded or stored.
-            EcompError: the download ended unexpectedly.
         """
         try:
             bare, pin = split_pin(check_image(url))
@@ -477,7 +473,6 @@ class ImageCache:
             yield hold.image
 
     def sweep(self) -> None:
-        """Make the directory, and remove in it what killed workers left."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 

@@ -80,7 +80,6 @@ def read_job() -> Any:
 
 
 def answer(**fields: Any) -> None:
-    """Print an answer to the parent."""
     with _ANSWERING:  # a long line is not written atomically
         os.write(1, json.dumps(fields).encode() + b'\n')
 

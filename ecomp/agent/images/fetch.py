@@ -49,15 +49,12 @@ def main() -> None:
 
 @dataclass(eq=False)
 class Fetch:
-    """A download into an open file."""
-
     url: str
     source: LocalSource | RemoteSource
     # The SHA-256 of the content, None for any.
     pin: str | None
     file: IO[bytes]
-    # reserve(descriptor, size, ahead) is called before the file grows to `size` bytes. It returns the size allowed,
-    # from `size` to `size + ahead`.
+    # reserve(descriptor, size, ahead) lets the file grow, and returns to how much: from `size` to `size + ahead` bytes.
     reserve: Callable[[int, int, int], int]
     _done_bytes: int = 0
     _total_bytes: int | None = None

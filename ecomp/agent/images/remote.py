@@ -62,7 +62,6 @@ class RemoteSource:
             return Stream(_parse_version(answer), read, answer.close)
 
     def has_version(self, version: Version) -> bool:
-        """Return whether the server still has this version."""
         # No if-modified-since: an older image is "not modified since" as well, and may be another one.
         headers = {'if-none-match': version.etag} if version.etag else {}
         with self._translate_errors(), closing(self._request(self._url, headers)) as answer:
@@ -210,8 +209,7 @@ class _Http(HTTPConnection):
         self._source = source
 
     def _new_conn(self) -> socket.socket:
-        # A host name is resolved once, here, below HTTP and TLS: a check before the request could get another answer
-        # from the name server.
+        # A host name is resolved once, here, below HTTP and TLS: an earlier check could get another answer from DNS.
         return self._source.open_socket(self)
 
 

@@ -62,22 +62,16 @@ class Destroy(Step):
 
 
 class Resume(Step):
-    """Starts a guest whose domain is defined, unless it runs."""
-
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.start_existing(self.instance, self.compute)
 
 
 class Shutdown(Step):
-    """Asks a guest to shut down, without waiting for it."""
-
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.shutdown(self.instance, self.compute)
 
 
 class SwitchOff(Step):
-    """Switches a guest off, and keeps its domain and its disk."""
-
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.switch_off(self.instance, self.compute)
 

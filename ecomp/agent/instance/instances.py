@@ -71,8 +71,6 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class HostServices:
-    """A host's hypervisor, workers, metadata and images."""
-
     hypervisor: Hypervisor
     runner: Runner
     guest_data: GuestData
@@ -544,7 +542,6 @@ class Instances:
         self.memory.remember(request, record)
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
-        """Record whether a guest runs, and its fault."""
         record = self._make_observed_record(self.records.get_existing(instance), guest, MANUAL)
         self.records.write(record, revision)
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
@@ -571,13 +568,11 @@ class Instances:
             log.warning('instance %s: its guest cannot be asked to shut down: %s', request.instance, error)
 
     def switch_off(self, request: Request, revision: int) -> None:
-        """Record SHUTDOWN_REQUESTED, then switch the guest off."""
         self._record_phase(request, revision, order.SHUTDOWN_REQUESTED)
         log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Record SHUT_OFF, then start the guest, and record a failure as its fault."""
         self._record_phase(request, revision, order.SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)

@@ -48,8 +48,6 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """A task for one instance, and its reason as text for the log."""
-
     kind: Kind
     instance: str
     reason: str

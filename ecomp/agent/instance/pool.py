@@ -176,8 +176,7 @@ FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 10.0
 # A build that has no image after this time counts as downloading it.
 DOWNLOAD_AFTER_SECONDS = 2.0
-# Workers beyond the pool's size, each to make up for one that downloads, so that slow image servers do not delay builds
-# whose image is here.
+# Workers beyond the pool's size, one for each that downloads: slow servers must not delay builds whose image is here.
 MAX_EXTRA_WORKERS = 8
 # The main function of a worker process, which imports it itself because it is spawned.
 WorkerMain = Callable[[Connection, WorkerSettings], None]
