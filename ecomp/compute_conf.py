@@ -27,10 +27,8 @@ _parse_uuid = make_checked_parser(
     lambda node: parse_text(node).lower(), keys.is_uuid, f'a uuid like {conf.DEFAULT_USER_ID}'
 )
 _parse_network = make_checked_parser(parse_text, re.compile('[^/]{1,100}').fullmatch, 'the name of a libvirt network')
-_is_interface = re.compile(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}').fullmatch
-_parse_interface = make_checked_parser(
-    parse_text, _is_interface, 'the name of a network interface (at most 15 characters)'
-)
+_is_nic = re.compile(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}').fullmatch
+_parse_interface = make_checked_parser(parse_text, _is_nic, 'the name of a network interface (at most 15 characters)')
 
 
 def _parse_trait(node: Node) -> str:
@@ -110,9 +108,8 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 def _parse_metrics(file: YamlFile, node: Node) -> Path:
     path = file.parse_path(node)
     if path.suffix != '.prom':
-        raise ValueError(
-            f'must end in .prom, because node_exporter reads no other file, not {yaml_file.shorten(path.name)}'
-        )
+        name = yaml_file.shorten(path.name)
+        raise ValueError(f'must end in .prom, because node_exporter reads no other file, not {name}')
     return path
 
 

@@ -74,11 +74,8 @@ def explain_missing_images(config: ComputeConfig) -> Problem | None:
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
     refused = [Problem(f'ecompute cannot start: {what}', cure) for what, cure in find_refusals(config, has_placement)]
-    problems: dict[str, Sequence[Problem | None]] = {
-        'configuration': refused,
-        'images': [explain_missing_images(config)],
-        'metrics': [explain_unsafe_metrics(config.metrics)],
-    }
+    problems: dict[str, Sequence[Problem | None]] = {'configuration': refused}
+    problems |= {'images': [explain_missing_images(config)], 'metrics': [explain_unsafe_metrics(config.metrics)]}
     libvirt_facts = None
     try:
         from ecomp.virt.libvirt_host import probe_libvirt

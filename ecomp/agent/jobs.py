@@ -219,9 +219,7 @@ class Loop:
         self._name, self._step = name, step
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._due = math.inf
-        self._is_stopped = False
-        self.is_busy = False
+        self._due, self._is_stopped, self.is_busy = math.inf, False, False
 
     def schedule(self, moment: float = 0.0) -> None:
         """Call `step` at this time (monotonic) or before, also again if it runs now."""

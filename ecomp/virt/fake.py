@@ -55,7 +55,9 @@ class FakeHypervisor:
         reservations = _read(path, lambda data: {mac: ReservedAddress(*row) for mac, row in data.items()})
         seeds = _read(state / 'fake-seeds.json', lambda data: frozenset(map(str, data)))
         guests = _read(state / 'fake.json', lambda data: {row['instance']: _parse_guest(row) for row in data})
-        self._foreign = _read(state / 'fake-foreign.json', _parse_foreign) or {}
+        path = state / 'fake-foreign.json'
+        foreign = _read(path, lambda data: {row['instance']: parse_fields(ForeignGuest, row) for row in data})
+        self._foreign = foreign or {}
         with self._lock:
             self._reservations, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
         for guest in self._guests.values():
@@ -330,10 +332,6 @@ def _parse_guest(row: dict[str, Any]) -> Guest:
     # Fields that an older version wrote are left out.
     known = {name: row[name] for name in row.keys() & Guest.__dataclass_fields__.keys()}
     return Guest(**{**known, 'troubles': tuple(GuestTrouble(*each) for each in row.get('troubles', ()))})
-
-
-def _parse_foreign(rows: Any) -> dict[str, ForeignGuest]:
-    return {row['instance']: parse_fields(ForeignGuest, row) for row in rows}
 
 
 def _make_empty_guest(instance: str) -> Guest:

@@ -441,11 +441,9 @@ def _list_ipv4_leases(network: libvirt.virNetwork) -> list[Mapping[str, Any]]:
 def _explain_exhausted(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp]) -> str:
     reserved = {entry.address: entry.name or entry.mac for dhcp in definitions.values() for entry in dhcp.reservations}
     leases = sorted(_list_ipv4_leases(network), key=lambda lease: int(lease['expirytime']))
-    holders = [
-        f'{lease["ipaddr"]} is leased to {lease["mac"]} until {_format_lease_time(lease) or "it is released"}'
-        for lease in leases
-        if lease['ipaddr'] not in reserved
-    ]
+    unreserved = [lease for lease in leases if lease['ipaddr'] not in reserved]
+    ends = [(lease, _format_lease_time(lease) or 'it is released') for lease in unreserved]
+    holders = [f'{lease["ipaddr"]} is leased to {lease["mac"]} until {end}' for lease, end in ends]
     holders += [f'{address} is reserved for {holder}' for address, holder in reserved.items()]
     ranges = ' and '.join(f'{first} to {last}' for first, last in definitions[min(definitions)].ranges)
     cure = 'enlarge the range with `virsh net-edit`, and restart the network, which disconnects guests for a second'
@@ -501,10 +499,10 @@ def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str],
     """Return, for each of `macs` in lower case, the leased address that expires last."""
     wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
+    ipv4 = [lease for lease in by_expiry if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac']]
+    newest = {mac: lease for lease in ipv4 if (mac := lease['mac'].lower()) in wanted_macs}
     return {
-        lease['mac'].lower(): Address(lease['ipaddr'], 'lease', _derive_lease_start(lease, network))
-        for lease in by_expiry
-        if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac'] and lease['mac'].lower() in wanted_macs
+        mac: Address(lease['ipaddr'], 'lease', _derive_lease_start(lease, network)) for mac, lease in newest.items()
     }
 
 

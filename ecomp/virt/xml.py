@@ -342,13 +342,9 @@ _UNUSED_MAC = '00:00:00:00:00:00'  # Linux's bridge drops frames from this MAC
 
 
 def add_filter_reference(
-    interface: ET.Element,
-    address: str | None,
-    blocked_services: Collection[ClosedService],
-    mac6: str | None,
-    by_dhcp: bool,
+    interface: ET.Element, address: str | None, blocked: Collection[ClosedService], mac6: str | None, by_dhcp: bool
 ) -> None:
-    """Add a filter that blocks `blocked_services` to a domain's `<interface>`.
+    """Add a filter that blocks the services `blocked` to a domain's `<interface>`.
 
     With a reserved `address`, the guest may send only from that, and with `by_dhcp` only from one that DHCP gives it.
     Otherwise only its MAC is checked. `mac6` is the MAC that may send IPv6, None for none.
@@ -361,7 +357,7 @@ def add_filter_reference(
     elif by_dhcp:
         ET.SubElement(reference, 'parameter', name='CTRL_IP_LEARNING', value='dhcp')
     for version, nowhere in zip((4, 6), _PLACEHOLDER_SERVICES, strict=True):
-        for service in [service for service in blocked_services if service.address.version == version] or [nowhere]:
+        for service in [service for service in blocked if service.address.version == version] or [nowhere]:
             ET.SubElement(reference, 'parameter', name=f'CONTROL{version}', value=str(service.address))
             ET.SubElement(reference, 'parameter', name=f'PORT{version}', value=str(service.port))
 

@@ -110,8 +110,7 @@ class Upkeep:
         # The keys of questions that are answered, and of those after which one of two looks was made.
         self._answered: set[str] = set()
         self._begun: set[str] = set()
-        self._has_published_usage = False
-        self._next_look = 0.0
+        self._has_published_usage, self._next_look = False, 0.0
         # The claims that were compared last, and the inventory, which is read when the claims were read anew.
         self._consumers: Mapping[str, Resources] | None = None
         self._inventory: Mapping[str, Mapping[str, Any]] | None = None
@@ -265,15 +264,14 @@ class Upkeep:
             if finding.leftover is not None:
                 return self._remove(finding.leftover)
             if finding.repair is Repair.CLAIM:
-                return self._claim_again(finding.subject)
+                read_request = partial(read_settled_request, self.store, self.compute, finding.subject)
+                is_claimed = correct_claim(self.placement, finding.subject, read_request)
+                return (
+                    f'claimed again on {self.compute}' if is_claimed else 'not repaired: it has changed since the look'
+                )
             return 'is released by this host once it has been seen for a minute'
         except (EcompError, OSError) as error:
             return f'not repaired: {error}'
-
-    def _claim_again(self, instance: str) -> str:
-        read_request = partial(read_settled_request, self.store, self.compute, instance)
-        is_claimed = correct_claim(self.placement, instance, read_request)
-        return f'claimed again on {self.compute}' if is_claimed else 'not repaired: it has changed since the look'
 
     def _remove(self, leftover: Leftover) -> str:
         kind, name = leftover.kind, leftover.name

@@ -65,10 +65,8 @@ def start_program(module: str) -> subprocess.Popen[bytes]:
     package_parent = str(Path(ecomp.__file__).parents[1])
     python_path = os.pathsep.join(filter(None, (package_parent, os.environ.get('PYTHONPATH'))))
     # -P and / : no module is imported from the current directory.
-    return subprocess.Popen(
-        [sys.executable, '-P', '-m', module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd='/',
-        env={**os.environ, 'PYTHONPATH': python_path},
-    )  # fmt: skip
+    command, variables = [sys.executable, '-P', '-m', module], {**os.environ, 'PYTHONPATH': python_path}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd='/', env=variables)
 
 
 def read_job() -> Any:

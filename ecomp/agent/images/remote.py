@@ -242,12 +242,9 @@ def _load_tls_context(path: str, _modified_ns: int) -> ssl.SSLContext:
 def _parse_version(answer: requests.Response) -> Version:
     # A chunked response is as long as its chunks, whatever its content-length (RFC 9112, 6.3).
     length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
-    return Version(
-        answer.headers.get('etag', ''),
-        answer.headers.get('last-modified', ''),
-        int(length) if length.isdecimal() and length.isascii() else None,
-        answer.url.partition('?')[0],
-    )
+    size = int(length) if length.isdecimal() and length.isascii() else None
+    etag, modified = (answer.headers.get(name, '') for name in ('etag', 'last-modified'))
+    return Version(etag, modified, size, answer.url.partition('?')[0])
 
 
 def describe_failure(error: Exception) -> str:

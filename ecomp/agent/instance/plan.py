@@ -170,10 +170,8 @@ def _plan_upkeep(parsed: ParsedRequest, record: Record | None, observations: Obs
 
 def has_new_address(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
     """Return whether there is an address to record: a new one, or the first since a boot."""
-    if any(
-        interface.mac in addresses and addresses[interface.mac].address != interface.address
-        for interface in record.addresses
-    ):
+    pairs = [(each.address, addresses[each.mac].address) for each in record.addresses if each.mac in addresses]
+    if any(old != new for old, new in pairs):
         return True
     # The first address since a boot must be of the first interface, and its lease not older than the last stop.
     first_address = addresses.get(record.addresses[0].mac) if record.addresses else None
@@ -194,9 +192,8 @@ def is_unready(record: Record) -> bool:
 
 def is_address_pending(record: Record) -> bool:
     """Return whether a running guest lacks an address, or its first one since its last boot."""
-    return record.state == ACTIVE and (
-        any(interface.address is None for interface in record.addresses) or _is_unaddressed(record)
-    )
+    is_missing = any(each.address is None for each in record.addresses)
+    return record.state == ACTIVE and (is_missing or _is_unaddressed(record))
 
 
 def _is_unaddressed(record: Record) -> bool:

@@ -248,8 +248,7 @@ class Workers:
         self._entry = entry
         # Spawned: libvirt does not survive a fork. A worker has its own libvirt connection, none to etcd or placement.
         self._context = multiprocessing.get_context('spawn')
-        self._settings = settings
-        self._size = size + 1
+        self._settings, self._size = settings, size + 1
         self.waker = Waker()
         self._lock = threading.Lock()
         self._waiting: deque[_Ticket] = deque()
