@@ -182,8 +182,9 @@ class Upkeep:
                 present.add(keys.get_last_part(key))
         if strangers := {each for each in present if keys.request(self.compute, each) not in etcd}:
             index = read_index(self.store)
-            places = [found.get(each, ()) for each in strangers for found in (index.requests, index.records)]
-            etcd |= self.store.read([key for place in places for key in place])
+            etcd |= self.store.read(
+                [key for each in strangers for found in (index.requests, index.records) for key in found.get(each, ())]
+            )
         state = ProviderState(self.compute, self._inventory, consumers)
         return World(Planes({self.compute: state}, {**etcd, **records}, self.compute, facts))
 

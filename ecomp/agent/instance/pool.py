@@ -93,8 +93,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     from ecomp.virt.libvirt_host import Libvirt
 
     config, egress = settings.config, make_egress_policy(settings.config)
-    control, hold = egress.control_endpoints, config.hold_addresses
-    has_filters = settings.has_filters
+    control, has_filters, hold = egress.control_endpoints, settings.has_filters, config.hold_addresses
     hypervisor = Libvirt(config.state, control_endpoints=control, has_filters=has_filters, hold_addresses=hold)
     directory = hypervisor.get_image_directory()
     images = ImageCache(directory, inspection.inspect, config.images, settings.limits, egress)

@@ -276,10 +276,7 @@ class Drop:
 
 
 def decide_republish(compute: str, remembered: MemoryEntry, is_here: bool, view: EtcdView) -> Publish | Drop | None:
-    """Decide what to republish of an instance that had not ended, or None for nothing.
-
-    `is_here` says that it has a domain or a disk on this host.
-    """
+    """Decide what to republish of an instance that had not ended, or None for nothing."""
     present = view.request
     if view.is_finished(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
         return None
@@ -290,7 +287,7 @@ def decide_republish(compute: str, remembered: MemoryEntry, is_here: bool, view:
         # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
         request = replace(request, name=record.name, former_resources=request.resources)
         return Publish(replace(request, allocations={}, image=None), record, None)
-    if present is None and not is_here and 'started' in record.stages:
+    if present is None and not is_here and 'started' in record.stages:  # neither its domain nor its disk is left
         return Drop()
     parsed = request if present is None else None
     if present is not None and present.changed < request.changed:
