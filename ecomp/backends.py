@@ -18,9 +18,7 @@ from ecomp.tls import CURES, decode_certificate
 TEST_LEASE_SECONDS = 10
 
 
-def probe_backends(
-    etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, config_name: str
-) -> Backends:
+def probe_backends(etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, file_name: str) -> Backends:
     """Probe etcd and placement, and check our secrets and certificates."""
     no_etcd = no_placement = None
     etcd_version = placement_version = ''
@@ -31,7 +29,7 @@ def probe_backends(
             etcd_version = store.read_version()
             _probe_lease(store)
     except EcompError as error:
-        no_etcd = explain_failure('etcd', error, config_path, config_name)
+        no_etcd = explain_failure('etcd', error, config_path, file_name)
     try:
         with closing(Placement(placement)) as client:
             about = client.read_server_info()
@@ -41,12 +39,12 @@ def probe_backends(
             # The version page does not use placement's database, so query that, too.
             client.get('/traits?name=in:COMPUTE_STATUS_DISABLED')
     except EcompError as error:
-        no_placement = explain_failure('placement', error, config_path, config_name)
+        no_placement = explain_failure('placement', error, config_path, file_name)
     paths = (etcd.ca_cert, etcd.cert_cert, placement.ca_cert, placement.cert_cert)
     return Backends(
         etcd=f'etcd at {",".join(etcd.endpoints)}',
         placement=f'placement at {placement.endpoint}',
-        configuration=str(config_path or f'no {config_name}'),
+        configuration=str(config_path or f'no {file_name}'),
         now=datetime.now(UTC),
         etcd_failure=no_etcd,
         placement_failure=no_placement,
@@ -58,13 +56,13 @@ def probe_backends(
     )
 
 
-def explain_failure(section: str, error: EcompError, config_path: Path | None, config_name: str) -> Problem:
+def explain_failure(section: str, error: EcompError, config_path: Path | None, file_name: str) -> Problem:
     """Return why the server of a section does not answer, and how to fix that."""
     cure = f'start {section} at this address, or correct `{section}:` in {config_path}'
     if isinstance(error, Unreachable) and error.tls_failure in CURES:
         cure = CURES[error.tls_failure].format(section=section)
     elif config_path is None:
-        reason = f'no {config_name} was found, so the address is localhost'
+        reason = f'no {file_name} was found, so the address is localhost'
         cure = f'name a configuration file with --config or in ECOMP_CONFIG: {reason}'
     return Problem(error.problem.what, cure)
 
@@ -75,9 +73,8 @@ def _probe_lease(store: Store) -> None:
         try:
             store.keep_alive(lease)
         except EcompError as error:
-            raise EcompError(
-                f'{store.endpoints} answers, but does not renew leases, so no compute can stay alive: {error}'
-            ) from error
+            problem = 'answers, but does not renew leases, so no compute can stay alive'
+            raise EcompError(f'{store.endpoints} {problem}: {error}') from error
         finally:
             store.revoke(lease)
 

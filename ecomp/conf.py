@@ -10,37 +10,33 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ecomp import yaml_file as yaml
 from ecomp.model.image import check_image
 from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
 from ecomp.model.text import check_plain_name
 from ecomp.model.warning_codes import SCHEDULE_WARNINGS
-from ecomp.yaml_file import (
-    Node,
-    Section,
-    YamlFile,
-    describe_node,
-    describe_typed_node,
-    make_choice_parser,
-    make_integer_parser,
-    make_list_parser,
-    make_mapping_parser,
-    make_text_parser,
-    make_unique_list_parser,
-    parse_flag,
-    parse_text,
-    shorten,
-)
 
 if TYPE_CHECKING:
     import socket
 
 T = TypeVar('T')
-
 CERTIFICATE_KEYS = ('ca_cert', 'cert_cert', 'cert_key')
 CLEARTEXT_REFUSAL = (
     '{} is not an address of this machine, but the connection to it would be in plain text. Fix: set {}ca_cert, '
     'cert_cert and cert_key (`elab certs` makes them), or, on a network without other users, `insecure: true`'
 )
+# Constant, because usages are queried by project, and placement adds a row for each new one. They are
+# uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
+DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
+DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
+# Not 0.3.6, the default of 2019: its SHA-256 is not published (only its MD5). metal3 and kubevirt pin this one, too.
+DEFAULT_IMAGE = (
+    'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
+    '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
+)
+REMOVED_KEYS = {
+    'flavors': "flavors are stored in etcd. Fix: remove the key, and run `eschedule flavor set NAME 'resources=…'`"
+}
 
 
 class EtcdConfig(NamedTuple):
@@ -72,11 +68,11 @@ class PlacementConfig(NamedTuple):
 Backend = TypeVar('Backend', EtcdConfig, PlacementConfig)
 
 
-def _parse_seconds(node: Node) -> float:
+def _parse_seconds(node: yaml.Node) -> float:
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
-        raise ValueError(f'must be a number of seconds, not {describe_typed_node(node)}')
+        raise ValueError(f'must be a number of seconds, not {yaml.describe_typed_node(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
-        raise ValueError(f'must be more than 0 and at most 3600 seconds, not {shorten(node.text)}')
+        raise ValueError(f'must be more than 0 and at most 3600 seconds, not {yaml.shorten(node.text)}')
     return seconds
 
 
@@ -89,21 +85,21 @@ def _parse_host(text: str) -> str:
     try:
         return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
     except ValueError as error:
-        raise ValueError(f'must be a host name or address, not {shorten(text)}') from error
+        raise ValueError(f'must be a host name or address, not {yaml.shorten(text)}') from error
 
 
-def _parse_endpoint(node: Node) -> str:
-    host, _, port = (text := parse_text(node)).rpartition(':')
+def _parse_endpoint(node: yaml.Node) -> str:
+    host, _, port = (text := yaml.parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
-        raise ValueError(f'{shorten(text)} must be host:port, with a port from 1 to 65535')
+        raise ValueError(f'{yaml.shorten(text)} must be host:port, with a port from 1 to 65535')
     return f'{_parse_host(host)}:{int(port)}'
 
 
-def parse_url(node: Node) -> str:
+def parse_url(node: yaml.Node) -> str:
     """Parse an http or https URL without user, query or fragment, and strip final slashes."""
     from urllib.parse import urlsplit  # as above
 
-    text = parse_text(node)
+    text = yaml.parse_text(node)
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -113,41 +109,35 @@ def parse_url(node: Node) -> str:
     if '@' in parts.netloc:  # not repeated: it may be a password
         raise ValueError('must not contain a user or password: they would appear in logs and process lists')
     if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
-        raise ValueError(f'must be a URL like http://ds1:8080, not {shorten(text)}')
+        raise ValueError(f'must be a URL like http://ds1:8080, not {yaml.shorten(text)}')
     if port == 0:
         raise ValueError('the port must be 1 to 65535')
     return text.rstrip('/')
 
 
-# Sections
-
-
-def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
+def read_etcd(file: yaml.YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     """Read the section `name`, whose mistakes are added to `file`."""
     etcd = file.top.read_section(name)
     for key in etcd.take_keys('user|password'):
         etcd.add_problem(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
-    host = etcd.read('host', lambda node: _parse_host(parse_text(node)), 'localhost')
-    port = etcd.read('port', make_integer_parser(1, 65535), 2379)
+    host = etcd.read('host', lambda node: _parse_host(yaml.parse_text(node)), 'localhost')
+    port = etcd.read('port', yaml.make_integer_parser(1, 65535), 2379)
+    parse = yaml.make_list_parser(_parse_endpoint, 'a list like [ds1:2379, ds2:2379]', min_items=1)
     single: tuple[str, ...] = (f'{host}:{port}',)
-    endpoints = etcd.read(
-        'endpoints', make_list_parser(_parse_endpoint, 'a list like [ds1:2379, ds2:2379]', min_items=1), single
-    )
+    endpoints = etcd.read('endpoints', parse, single)
     for key in ('host', 'port'):
         if key in etcd and 'endpoints' in etcd:
             etcd.add_problem(key, 'set either endpoints, or host and port')
-    if etcd.read('grpc_options', describe_node, None):
+    if etcd.read('grpc_options', yaml.describe_node, None):
         import logging  # imported here: few files cause a warning
 
-        fix = 'Fix: remove the key; ecomp 2.0 refuses it'
-        logging.getLogger(__name__).warning(
-            '%s: etcd.grpc_options is ignored: ecomp uses no gRPC library. %s', file.name, fix
-        )
+        text = '%s: etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; ecomp 2.0 refuses it'
+        logging.getLogger(__name__).warning(text, file.name)
     config = EtcdConfig(endpoints, timeout=etcd.read('timeout', _parse_seconds, default.timeout))
     return _read_certificates(file, etcd, config, 'endpoints' if 'endpoints' in etcd else 'host', '')
 
 
-def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
+def read_placement(file: yaml.YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
     """Read the section `name`, whose mistakes are added to `file`."""
     placement = file.top.read_section(name)
     endpoint = placement.read('endpoint', parse_url, default.endpoint)
@@ -158,33 +148,30 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
     return _read_certificates(file, placement, config, 'endpoint', 'an endpoint with https://, ')
 
 
-def _read_certificates(file: YamlFile, section: Section, config: Backend, address_key: str, advice: str) -> Backend:
+def _read_certificates(file: yaml.YamlFile, section: yaml.Section, config: Backend, key: str, advice: str) -> Backend:
     """Read the certificates of a backend, or require `insecure: true` for other machines."""
-    for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
-        if key in section and other not in section:
-            section.add_problem(key, f'needs {other}, too')
-    may_be_plain = section.read('insecure', parse_flag, False) or any(key in section for key in CERTIFICATE_KEYS)
-    files: dict[str, Any] = {key: section.read(key, file.parse_readable_file, None) for key in CERTIFICATE_KEYS}
+    for one, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
+        if one in section and other not in section:
+            section.add_problem(one, f'needs {other}, too')
+    may_be_plain = section.read('insecure', yaml.parse_flag, False) or any(name in section for name in CERTIFICATE_KEYS)
+    files: dict[str, Any] = {name: section.read(name, file.parse_readable_file, None) for name in CERTIFICATE_KEYS}
     config = config._replace(**files)
     if not may_be_plain and (hosts := list_cleartext_hosts(config)):
-        section.add_problem(address_key, CLEARTEXT_REFUSAL.format(hosts[0], advice))
+        section.add_problem(key, CLEARTEXT_REFUSAL.format(hosts[0], advice))
     return config
 
 
-# Fields of the configuration classes
-
-
-def make_field(default: T, parse: Callable[[Node], T]) -> T:
+def make_field(default: T, parse: Callable[[yaml.Node], T]) -> T:
     """Make a field that `parse` reads from the file's key of the same name."""
     return make_custom_field(default, lambda file, name, default: file.top.read(name, parse, default))
 
 
-def make_path_field(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
+def make_path_field(default: T, parse: Callable[[yaml.YamlFile, yaml.Node], T]) -> T:
     """Make a field for paths relative to the file, which `parse` gets before the node."""
     return make_custom_field(default, lambda file, name, default: file.top.read(name, partial(parse, file), default))
 
 
-def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
+def make_custom_field(default: T, read: Callable[[yaml.YamlFile, str, T], T]) -> T:
     """Make a dataclass field with the value that `read(file, name, default)` returns."""
     options: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
     made_field: T = field(**options, metadata={'read': read})
@@ -193,7 +180,7 @@ def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
 
 def load(kind: Callable[..., T], path: Path | None, default_name: str, removed: Mapping[str, str]) -> T:
     """Load a configuration of class `kind` from `path` or, for None, from the default file."""
-    file = YamlFile.read(path, default_name)
+    file = yaml.YamlFile.read(path, default_name)
     defaults: Any = kind()
     values = {}
     for spec in fields(defaults):
@@ -206,35 +193,16 @@ def load(kind: Callable[..., T], path: Path | None, default_name: str, removed: 
     return kind(**values)
 
 
-# schedule.yaml
+def _parse_images(node: yaml.Node) -> dict[str, str]:
+    parse = yaml.make_text_parser(check_image)
+    parse_name = yaml.make_text_parser(partial(check_plain_name, kind='image'))
+    return yaml.make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
 
 
-# Constant, because usages are queried by project, and placement adds a row for each new one. They are
-# uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
-DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
-DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
-# Not 0.3.6, the default of 2019: its SHA-256 is not published (only its MD5). metal3 and kubevirt pin this one, too.
-DEFAULT_IMAGE = (
-    'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
-    '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
-)
-
-
-def _parse_images(node: Node) -> dict[str, str]:
-    parse = make_text_parser(check_image)
-    parse_name = make_text_parser(partial(check_plain_name, kind='image'))
-    return make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
-
-
-def _parse_identifier(node: Node) -> str:
-    if len(text := parse_text(node)) > 255:
+def _parse_identifier(node: yaml.Node) -> str:
+    if len(text := yaml.parse_text(node)) > 255:
         raise ValueError(f'must have at most 255 characters, not {len(text)}')
     return text
-
-
-REMOVED_KEYS = {
-    'flavors': "flavors are stored in etcd. Fix: remove the key, and run `eschedule flavor set NAME 'resources=…'`"
-}
 
 
 @dataclass(frozen=True)
@@ -243,26 +211,25 @@ class ScheduleConfig:
 
     etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
     placement: PlacementConfig = make_custom_field(PlacementConfig(), read_placement)
-    image: str = make_field(DEFAULT_IMAGE, make_text_parser(check_image))
+    image: str = make_field(DEFAULT_IMAGE, yaml.make_text_parser(check_image))
     user_id: str = make_field(DEFAULT_USER_ID, _parse_identifier)
     project_id: str = make_field(DEFAULT_PROJECT_ID, _parse_identifier)
-    user_data: Path | None = make_path_field(None, YamlFile.parse_path)
+    user_data: Path | None = make_path_field(None, yaml.YamlFile.parse_path)
     ssh_keys: tuple[Path, ...] = make_path_field(
-        (), lambda file, node: make_list_parser(file.parse_path, 'a list like [id_ed25519.pub]')(node)
+        (), lambda file, node: yaml.make_list_parser(file.parse_path, 'a list like [id_ed25519.pub]')(node)
     )
     images: Mapping[str, str] = make_field({}, _parse_images)
-    reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))
-    ssh_user: str = make_field('debian', make_text_parser(check_user))
-    ignore_warnings: tuple[str, ...] = make_field((), make_unique_list_parser(make_choice_parser(*SCHEDULE_WARNINGS)))
+    reach: ReachCommand = make_field(DEFAULT_REACH, yaml.make_text_parser(parse_reach))
+    ssh_user: str = make_field('debian', yaml.make_text_parser(check_user))
+    ignore_warnings: tuple[str, ...] = make_field(
+        (), yaml.make_unique_list_parser(yaml.make_choice_parser(*SCHEDULE_WARNINGS))
+    )
     path: Path | None = field(default=None, compare=False)
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
     """Load schedule.yaml from `path` or, for None, from the default file if there is one."""
     return load(ScheduleConfig, path, 'schedule.yaml', REMOVED_KEYS)
-
-
-# Connections
 
 
 def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:

@@ -127,12 +127,10 @@ def _read_armed() -> dict[str, tuple[str, int | None]]:
         name, _, rest = setting.partition(':')
         action, _, times = rest.partition(':')
         if name not in FAILPOINT_STATES or action not in ACTIONS or not (times or '1').isdecimal():
-            raise UsageError(
-                f'ECOMP_FAILPOINT: must be NAME:kill or NAME:stop with the name of a failpoint, not {setting!r}'
-            )
+            rule = 'must be NAME:kill or NAME:stop with the name of a failpoint'
+            raise UsageError(f'ECOMP_FAILPOINT: {rule}, not {setting!r}')
         if times and 'ECOMP_FAILPOINT_FIRED' not in os.environ:
-            raise UsageError(
-                f'ECOMP_FAILPOINT: {setting!r} needs ECOMP_FAILPOINT_FIRED, the file where arrivals are counted'
-            )
+            file = 'ECOMP_FAILPOINT_FIRED, the file where arrivals are counted'
+            raise UsageError(f'ECOMP_FAILPOINT: {setting!r} needs {file}')
         armed[name] = ACTIONS[action], int(times) if times else None
     return armed

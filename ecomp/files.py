@@ -15,6 +15,10 @@ from pathlib import Path
 from ecomp.errors import EcompError
 
 BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
+# Seconds to wait for another process's work on an instance; then the job fails, and is retried.
+INSTANCE_LOCK_TIMEOUT_SECONDS = 60.0
+# Seconds between two attempts to get a lock.
+LOCK_POLL_SECONDS = 0.05
 
 
 def read_boot_id(path: Path = BOOT_ID) -> str:
@@ -92,19 +96,12 @@ def get_search_path() -> str:
     return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
 
 
-# Seconds to wait for another process's work on an instance; then the job fails, and is retried.
-INSTANCE_LOCK_TIMEOUT_SECONDS = 60.0
-# Seconds between two attempts to get a lock.
-LOCK_POLL_SECONDS = 0.05
-
-
 # Instances are locked, because a worker of a killed ecompute may end only after the next ecompute has started its own
 # workers. The kernel releases a lock when its holder ends, and no lock file is removed under its holder.
 class InstanceLocks:
     """Locks on instances, each a byte of <state>/instances.lock.
 
-    The locks belong to the process (fcntl(2), F_SETLK), which must open only one object for a directory.
-    The locks belong to the process (fcntl(2), F_SETLK): they do not exclude its threads from each other.
+    They belong to the process (fcntl(2), F_SETLK), not to its threads, and it must open one object for a directory.
     """
 
     def __init__(self, state: Path) -> None:
@@ -113,24 +110,18 @@ class InstanceLocks:
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
         """Hold the lock in a context, or raise EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS."""
-        offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
-        if not wait_for_lock(
-            INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
-        ):
-            raise EcompError(
-                f'another process has been working on this instance for {INSTANCE_LOCK_TIMEOUT_SECONDS:g} s'
-            )
+        seconds, offset, flags = INSTANCE_LOCK_TIMEOUT_SECONDS, _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
+        if not wait_for_lock(seconds, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint):
+            raise EcompError(f'another process has been working on this instance for {seconds:g} s')
         try:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, offset)
 
 
-def wait_for_lock(
-    timeout_seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None
-) -> bool:
-    """Retry `acquire` until it raises no BlockingIOError, or return False after the timeout."""
-    deadline = time.monotonic() + timeout_seconds
+def wait_for_lock(seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
+    """Retry `acquire` until it raises no BlockingIOError, or return False after `seconds`."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             acquire()
@@ -156,13 +147,11 @@ def try_lock(path: Path, name: str, create: bool = True) -> int | None:
     descriptor = os.open(path, flags, 0o600)
     try:
         # struct flock: type, whence, start, length, pid.
-        fcntl.fcntl(
-            descriptor, fcntl.F_OFD_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, _hash_to_offset(name), 1, 0)
-        )
-    except BlockingIOError:
+        lock = struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, _hash_to_offset(name), 1, 0)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+    except OSError as error:
         os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise
         return None
-    except OSError:
-        os.close(descriptor)
-        raise
     return descriptor

@@ -15,7 +15,6 @@ from ecomp.model.text import make_printable
 BUCKETS_SECONDS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0, 120.0, 600.0)
 # What each kind of metric adds to its name and to its labels, for each of its samples.
 SAMPLES = {'gauge': {'': ''}, 'counter': {'_total': ''}, 'histogram': {'_bucket': ' le', '_count': '', '_sum': ''}}
-
 # {name of a sample: {values of its labels: number}}
 Samples = dict[str, Mapping[tuple[str, ...], float]]
 # {name of a metric: (kind, help, names of its labels)}

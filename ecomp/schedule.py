@@ -19,7 +19,6 @@ GC_THRESHOLD_OBJECTS = 200_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eschedule, and return its exit code."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -98,7 +97,6 @@ def _run_command(argv: list[str]) -> int:
 
 
 def make_terminal() -> Terminal:
-    """Make the terminal of this process's stdout and stderr."""
     from ecomp.cli.terminal import Terminal
     from ecomp.model.text import escape_lines
 

@@ -77,9 +77,7 @@ _BY_VERIFY_CODE = {
     10: TlsFailure.EXPIRED,
     62: TlsFailure.OTHER_NAME,
     64: TlsFailure.OTHER_ADDRESS,
-    66: TlsFailure.TOO_WEAK,
-    67: TlsFailure.TOO_WEAK,
-    68: TlsFailure.TOO_WEAK,
+    **dict.fromkeys((66, 67, 68), TlsFailure.TOO_WEAK),
     85: TlsFailure.NO_KEY_IDENTIFIER,
 }
 _BY_REASON = {

@@ -19,16 +19,12 @@ from ecomp.yaml_plain import parse_plain
 
 CONFIG_VARIABLE = 'ECOMP_CONFIG'
 MAX_BYTES = 64 * 1024  # a larger file is refused
-
 # Kinds of unquoted scalars that are not text.
 UNQUOTED_KINDS = ('int', 'float', 'bool', 'timestamp', 'null')
-
 T = TypeVar('T')
 
 
 # What converts a value raises ValueError with the reason if it refuses the value.
-
-
 class InvalidParts(ValueError):
     """Parts of a value are refused, each with its line and the reason."""
 
@@ -114,10 +110,7 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, default_name: str) -> YamlFile:
-        """Read the file at `path` or, for None, the default file if there is one.
-
-        A default file has to pass require_trusted().
-        """
+        """Read the file at `path` or, for None, the default file if there is one."""
         is_named = path is not None
         path = path if path is not None else find_default_file(default_name)
         name = shorten(str(path or default_name), 200)
@@ -143,24 +136,21 @@ class YamlFile:
         return cls.parse(content, name, directory, path=directory / path.name)
 
     @classmethod
-    def parse(
-        cls, content: bytes, name: str, directory: Path, max_nodes: int = 0, path: Path | None = None
-    ) -> YamlFile:
+    def parse(cls, content: bytes, name: str, place: Path, max_nodes: int = 0, path: Path | None = None) -> YamlFile:
         """Parse a document, with aliases if `max_nodes`, the limit of its values, is not 0."""
         node = parse_plain(content.decode('ascii', 'replace'))
         if node is None or (max_nodes and _count_values(node) > max_nodes):
             from ecomp.yaml_graph import parse_any  # imported here: loads slowly
 
             node = parse_any(content, name, max_nodes)
-        return cls(name, directory, node, path)
+        return cls(name, place, node, path)
 
     def parse_path(self, node: Node) -> Path:
         """Parse a path relative to the file's directory, and make it absolute."""
         text = parse_text(node)
         if text.startswith('~'):
-            raise ValueError(
-                '~ is not accepted: it depends on the user who starts the program. Fix: write the directory in full'
-            )
+            problem = '~ is not accepted: it depends on the user who starts the program'
+            raise ValueError(f'{problem}. Fix: write the directory in full')
         return Path(os.path.normpath(self.directory / text))
 
     def parse_readable_file(self, node: Node) -> Path:
@@ -192,10 +182,7 @@ def parse_config_option(argument: str | None) -> Path | None:
 
 
 def find_default_file(name: str) -> Path | None:
-    """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None.
-
-    If $ECOMP_CONFIG is set, the file has to be in that directory.
-    """
+    """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None."""
     if config_directory := os.environ.get(CONFIG_VARIABLE):
         path = Path(config_directory) / name
         if not os.path.lexists(path):
@@ -207,9 +194,7 @@ def find_default_file(name: str) -> Path | None:
 
 def describe_source(name: str, path: Path | None) -> str:
     """Describe for a message which file has the addresses of etcd and placement."""
-    return (
-        f'as configured in {path}' if path is not None else f'default, because no {name} was found; use --config FILE'
-    )
+    return f'as configured in {path}' if path else f'default, because no {name} was found; use --config FILE'
 
 
 def find_loose_directory(path: Path, trusted_users: Collection[int]) -> Path | None:
@@ -236,10 +221,9 @@ def _can_others_write(status: os.stat_result) -> bool:
 def require_trusted(name: str, status: os.stat_result) -> None:
     """Refuse a file that is not regular, or that another user owns or can write to."""
     if status.st_uid not in _list_trusted_users():
-        raise UsageError(
-            f'{name}: belongs to user {status.st_uid}, but a configuration that is found by default must belong to '
-            f'root or to you. Fix: change its owner with chown, or name a configuration with --config'
-        )
+        rule = 'a configuration that is found by default must belong to root or to you'
+        fix = 'change its owner with chown, or name a configuration with --config'
+        raise UsageError(f'{name}: belongs to user {status.st_uid}, but {rule}. Fix: {fix}')
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f'{name}: is not a regular file. Fix: remove it, or name a configuration with --config')
     if _can_others_write(status):
@@ -293,12 +277,10 @@ def make_checked_parser(parse: Callable[[Node], T], accepts: Callable[[T], objec
 
 
 def make_integer_parser(low: int, high: int) -> Callable[[Node], int]:
-    """Make a parser of integers from `low` to `high`."""
     return make_checked_parser(parse_integer, lambda number: low <= number <= high, f'{low} to {high}')
 
 
 def make_choice_parser(*words: str) -> Callable[[Node], str]:
-    """Make a parser of one of these words."""
     return make_checked_parser(parse_text, words.__contains__, f'{", ".join(words[:-1])} or {words[-1]}')
 
 
@@ -330,7 +312,6 @@ def make_list_parser(
 
 
 def make_unique_list_parser(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
-    """Make a parser of a list without repetitions."""
     return make_list_parser(parse, describe_item=lambda item: shorten(item.text))
 
 

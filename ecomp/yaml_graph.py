@@ -21,7 +21,6 @@ CORE_SCHEMA_NUMBER = (
     r'(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?'
     r'|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$'
 )
-
 # The key `<<`, unquoted, whose value is a mapping or a list of them to inherit from.
 MERGE_TAG = 'tag:yaml.org,2002:merge'
 # libyaml takes a tenth of the time, and is not in every PyYAML.

@@ -7,6 +7,18 @@ from typing import NamedTuple
 
 # Nested mappings and lists; PyYAML's reader refuses deeper ones.
 MAX_DEPTH = 8
+_LINE = re.compile(r'( *)(?:(- +)|([A-Za-z_][A-Za-z0-9_-]*):(?: +|$))([^ #].*|)')
+_BLANK_OR_COMMENT = re.compile(' *(#.*)?')
+_WORD = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#-]*(?<!:)|[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+(?::[0-9]+)?'
+# _WORD is a word in any place, this one a word outside of lists in brackets.
+_WORD_OUTSIDE_LIST = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#,&!-]*(?<!:)'
+_QUOTED = r"""'[ !#-&(-~]*'|"[ !#-\[\]-~]*\""""
+_SCALAR = re.compile(f'({_WORD}|{_WORD_OUTSIDE_LIST}|0|[1-9][0-9]{{0,17}}|{_QUOTED})(?: +#.*)?')
+_LIST = rf'\[ *((?:(?:{_WORD}|{_QUOTED})(?: *, *(?:{_WORD}|{_QUOTED}))*)?) *\](?: +#.*)?'
+_ITEM = f'{_WORD}|{_QUOTED}'
+_BOOLEANS = {'true', 'True', 'false', 'False'}
+# Words that YAML reads as booleans or null, in some of their spellings.
+_RESERVED_WORD = re.compile('yes|no|on|off|true|false|null', re.IGNORECASE)
 
 
 class Node(NamedTuple):
@@ -25,20 +37,6 @@ class _Line(NamedTuple):
     is_item: bool
     key: str
     rest: str
-
-
-_LINE = re.compile(r'( *)(?:(- +)|([A-Za-z_][A-Za-z0-9_-]*):(?: +|$))([^ #].*|)')
-_BLANK_OR_COMMENT = re.compile(' *(#.*)?')
-_WORD = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#-]*(?<!:)|[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+(?::[0-9]+)?'
-# _WORD is a word in any place, this one a word outside of lists in brackets.
-_WORD_OUTSIDE_LIST = r'[A-Za-z_/][A-Za-z0-9_./:@%+=~#,&!-]*(?<!:)'
-_QUOTED = r"""'[ !#-&(-~]*'|"[ !#-\[\]-~]*\""""
-_SCALAR = re.compile(f'({_WORD}|{_WORD_OUTSIDE_LIST}|0|[1-9][0-9]{{0,17}}|{_QUOTED})(?: +#.*)?')
-_LIST = rf'\[ *((?:(?:{_WORD}|{_QUOTED})(?: *, *(?:{_WORD}|{_QUOTED}))*)?) *\](?: +#.*)?'
-_ITEM = f'{_WORD}|{_QUOTED}'
-_BOOLEANS = {'true', 'True', 'false', 'False'}
-# Words that YAML reads as booleans or null, in some of their spellings.
-_RESERVED_WORD = re.compile('yes|no|on|off|true|false|null', re.IGNORECASE)
 
 
 class _NotPlain(Exception):
@@ -97,9 +95,8 @@ def _parse_value(line: _Line) -> Node:
         match = re.fullmatch(_LIST, line.rest)
         if match is None:
             raise _NotPlain
-        return Node(
-            'seq', line.number, items=tuple(_parse_scalar(item, line.number) for item in re.findall(_ITEM, match[1]))
-        )
+        items = (_parse_scalar(item, line.number) for item in re.findall(_ITEM, match[1]))
+        return Node('seq', line.number, items=tuple(items))
     match = _SCALAR.fullmatch(line.rest)
     if match is None:
         raise _NotPlain

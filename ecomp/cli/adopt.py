@@ -34,7 +34,7 @@ def list_foreign(ctx: Context, computes: Sequence[str]) -> int:
 
 
 def make_foreign_listing(
-    found: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Any]], known_computes: Computes
+    found: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Any]], computes: Computes
 ) -> Listing:
     """List the guests of each compute, with what its host lacks for them."""
     from ecomp.scheduler.placing.adopt import find_lacking
@@ -42,7 +42,7 @@ def make_foreign_listing(
     rows = []
     for compute, foreign in found.items():
         for guest in foreign.guests:
-            host, adopted = known_computes.format_name(compute), guest.adopted_by == compute
+            host, adopted = computes.format_name(compute), guest.adopted_by == compute
             # What a running guest uses is reserved until it is adopted.
             lacking = find_lacking(inventories.get(compute, {}), guest.size, guest.size if guest.is_running else {})
             fits = None if adopted else not lacking
@@ -51,7 +51,7 @@ def make_foreign_listing(
             cells = [guest.name, guest.state, *amounts, fit, host, join_some(guest.disks, 3), guest.instance]
             named = {'instance': guest.instance, 'name': guest.name, 'state': guest.state, 'compute': compute}
             facts = {'resources': dict(guest.size), 'disks': list(guest.disks), 'adopted': adopted, 'fits': fits}
-            rows.append(Row(cells, {**named, 'host': known_computes.find_hostname(compute), **facts}))
+            rows.append(Row(cells, {**named, 'host': computes.find_hostname(compute), **facts}))
     names = ('NAME', 'STATE', 'VCPU', 'MEMORY_MB', 'DISK_GB', 'FITS', 'HOST')
     return Listing([*map(Column, names), Column('DISKS', rank=2), Column('UUID', 1, UUID)], rows)
 

@@ -43,6 +43,22 @@ COLUMNS = (
     Column('INSTANCE', kind=UUID),
     Column('REASON', min_width=20, folds=True),
 )
+# What differs from the file.
+_UNLIKE = (plan.DIFFERS, plan.REPLACE, plan.RESIZE)
+_CURE = re.compile(r'\. (Fix|Try): ')
+_DESCRIPTIONS = {
+    plan.CREATE: 'new',
+    plan.KEEP: 'as the file asks',
+    plan.REPLACE: 'replaced',
+    plan.RESIZE: 'resized (processors and memory when they start: eschedule reboot)',
+    plan.DESTROY: 'destroyed',
+    plan.SURPLUS: 'not in the file (--prune destroys them)',
+    plan.DIFFERS: 'different',
+    plan.FAILED: 'in error (--replace MEMBER replaces them)',
+    plan.TAKEN: 'with the name of another instance',
+    plan.ENDING: 'being destroyed',
+    plan.STAYS: 'on a silent host, unchanged',
+}
 
 
 @dataclass
@@ -77,18 +93,14 @@ class _Apply:
         return {step.entry for step in self.steps if self.created.get(step.entry, step.instance) in failed}
 
     def read(self) -> None:
-        """Read the stack, and plan the steps."""
         prune, names = self.ctx.options.prune, [each.order.name or '' for each in self.file.instances.values()]
-        self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
+        state = self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
         # A replacement gets the name that the instance has, also if --destroy-first reads the stack again without it.
-        desired = plan.keep_names(self.file.instances, self.state.existing)
+        desired = plan.keep_names(self.file.instances, state.existing)
         self.file = replace(self.file, instances=desired)
-        steps = plan.plan_steps(
-            desired, self.state.existing, self.state.owners, self.replaced, prune, self.ctx.options.resize
-        )
-        replaced = [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
-        if replaced:
-            self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
+        steps = plan.plan_steps(desired, state.existing, state.owners, self.replaced, prune, self.ctx.options.resize)
+        if replaced := [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]:
+            self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, state, replaced)
         steps = [self._keep_silent(step) for step in steps]
         self.steps = [step for step in steps if step.action != plan.ENDING or step.entry in desired]
         pruned = (plan.DESTROY, plan.ENDING) if prune else ()
@@ -398,24 +410,6 @@ def _make_row(run: _Apply, step: plan.Action, naming: ComputeNames, has_uuids: b
     is_shared = run.ctx.form == TABLE and step.action in _UNLIKE and not is_failed
     cells = [*(value[field] for field in ('name', 'action', 'state', 'address')), naming.format_name(compute) or None]
     return Row([*cells, value['instance'], None if is_shared else '; '.join(reasons) or None], value)
-
-
-# What differs from the file.
-_UNLIKE = (plan.DIFFERS, plan.REPLACE, plan.RESIZE)
-_CURE = re.compile(r'\. (Fix|Try): ')
-_DESCRIPTIONS = {
-    plan.CREATE: 'new',
-    plan.KEEP: 'as the file asks',
-    plan.REPLACE: 'replaced',
-    plan.RESIZE: 'resized (processors and memory when they start: eschedule reboot)',
-    plan.DESTROY: 'destroyed',
-    plan.SURPLUS: 'not in the file (--prune destroys them)',
-    plan.DIFFERS: 'different',
-    plan.FAILED: 'in error (--replace MEMBER replaces them)',
-    plan.TAKEN: 'with the name of another instance',
-    plan.ENDING: 'being destroyed',
-    plan.STAYS: 'on a silent host, unchanged',
-}
 
 
 def _wait(run: _Apply) -> int:

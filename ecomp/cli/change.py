@@ -48,10 +48,8 @@ def _destroy(ctx: Context) -> int:
         instance = outcomes.results[word]['instance']
         if not is_known(ctx.store, instance, ctx.instance_index):
             return  # it was in error, so the destroy removed its record
-        with LiveLine() as show_status:
-            wait_until_gone(
-                Wait(ctx.config.etcd, instance, deadline, show_status, ctx.instance_index, claims=ctx.read_claims)
-            )
+        with LiveLine() as show:
+            wait_until_gone(Wait(ctx.config.etcd, instance, deadline, show, ctx.instance_index, claims=ctx.read_claims))
         outcomes.report(word, f'{instance}: gone', state=GONE)
 
     return outcomes.run(submit, wait, 'destroy --wait')
@@ -191,8 +189,7 @@ COMMANDS: Sequence[Command] = (
             'otherwise are kept for a day (gone) or a week (error): afterwards nothing reports what became of them.',
             parse_any_instances, _destroy,
             {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS, **SELECTORS, 'file': '', 'yes': ''},
-            (4, 5, 6), find_problems=find_conflicts,
-            example='eschedule destroy web1 --wait'),
+            (4, 5, 6), find_problems=find_conflicts, example='eschedule destroy web1 --wait'),
     Command('stop', 'stop [<id>…]', 'shut a guest down; nothing is removed',
             'Ask the guest to shut down, and switch it off if it still runs after 60 seconds. Its disk, its address '
             'and its claim are kept, and `eschedule start` starts it again.',
@@ -234,7 +231,6 @@ COMMANDS: Sequence[Command] = (
             'Delete the DISK of an instance with all data on it, and start the guest with a new one, made from '
             'IMAGE_URL or the image that was requested last. uuid, name, claim and address stay; the ssh host keys are '
             'new. If the image cannot be had, nothing is removed. After a later failure the instance is stopped.',
-            parse_rebuild, _rebuild,
-            {**make_wait_options('the new guest runs'), **DOCUMENT_OPTIONS, 'yes': ''}, (4, 5, 6),
-            example='eschedule rebuild web1 --wait'),
+            parse_rebuild, _rebuild, {**make_wait_options('the new guest runs'), **DOCUMENT_OPTIONS, 'yes': ''},
+            (4, 5, 6), example='eschedule rebuild web1 --wait'),
 )

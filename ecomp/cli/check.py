@@ -23,24 +23,22 @@ def _check(ctx: Context) -> int:
     # Refuse an unknown column first, also if nothing will be found, and before anything is repaired.
     render_listing(make_finding_listing(()), ctx.style)
     servers = backends.probe_backends(ctx.config.etcd, ctx.config.placement, ctx.config.path, 'schedule.yaml')
-    findings, lines, known_computes = run_checks(CHECKS, SERVERS, servers), list[str](), NO_COMPUTES
+    findings, lines, computes = run_checks(CHECKS, SERVERS, servers), list[str](), NO_COMPUTES
     if not (servers.etcd_failure or servers.placement_failure):
-        more, lines, known_computes = _audit_cluster(ctx)
+        more, lines, computes = _audit_cluster(ctx)
         findings += more
     findings = [finding for finding in findings if finding.code not in ctx.config.ignore_warnings]
     if findings or ctx.form != TABLE:
         names = read_names_by_instance(ctx.store) if findings and lines else {}
-        ctx.show(make_finding_listing(findings, known_computes, names))
-    fixes = (
-        str(Problem(row.code, f'eschedule check --fix, which {row.fix}' if row.fix else row.how)) for row in findings
-    )
+        ctx.show(make_finding_listing(findings, computes, names))
+    cures = ((row.code, f'eschedule check --fix, which {row.fix}' if row.fix else row.how) for row in findings)
+    fixes = (str(Problem(*cure)) for cure in cures)
     for line in [*lines, *dict.fromkeys(fixes), servers.summarize(findings)]:
         ctx.out.say(make_printable(line))
     return get_exit_code(findings)
 
 
 def _audit_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
-    """Check the computes, audit, and repair with --fix."""
     from ecomp.model.health import CHECKS, ComputeFacts
     from ecomp.scheduler.operations.audit import audit, fix
     from ecomp.scheduler.queries.find import list_records
@@ -53,17 +51,17 @@ def _audit_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
         report = fix(ctx.store, ctx.placement, ctx.out.say)
     else:
         report = audit(ctx.store, ctx.placement, is_now=ctx.options.now)
-    known_computes, silent = report.world.named_computes, report.world.absent_computes
+    computes, silent = report.world.named_computes, report.world.absent_computes
     untold = 'its guests and disks were not compared'
-    away = [f'compute {known_computes.format_name(uuid)} is {state}: {untold}' for uuid, state in silent.items()]
+    away = [f'compute {computes.format_name(uuid)} is {state}: {untold}' for uuid, state in silent.items()]
     # An audit says more of a silent host that has claims.
     silent_subjects = {finding.subject for finding in report.findings if finding.code == 'compute-silent'}
     findings = [item for item in run_checks(CHECKS, COMPUTES, facts) if item.subject not in silent_subjects]
-    return [*findings, *report.findings], [*away, *report.notes, report.summary], known_computes
+    return [*findings, *report.findings], [*away, *report.notes, report.summary], computes
 
 
 def make_finding_listing(
-    findings: Sequence[Finding], known_computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
+    findings: Sequence[Finding], computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
 ) -> Listing:
     """List findings, with host names for computes, and `names` of instances by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
@@ -71,9 +69,9 @@ def make_finding_listing(
     columns += [Column('HOST', rank=3), Column('FINDING', min_width=40, folds=True)]
     rows = []
     for item in findings:
-        name, host = names.get(item.subject), known_computes.format_name(item.compute) or None
-        subject, sentence = map(known_computes.replace_uuids, (item.subject, item.sentence))
-        value = {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}
+        name, host = names.get(item.subject), computes.format_name(item.compute) or None
+        subject, sentence = map(computes.replace_uuids, (item.subject, item.sentence))
+        value = {**item.to_dict(), 'host': computes.find_hostname(item.compute), 'name': name}
         rows.append(Row([item.code, subject, name, host, mark_warning(item.code, sentence)], value))
     return Listing(columns, rows)
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ecomp.store.client import Store
 
 Result = TypeVar('Result')
-
 # The two forms of 2019 have no command name on the command line: a placement query, and an instance.
 CREATE = 'create'
 QUERY = 'query'
@@ -42,15 +41,12 @@ EXIT_CODES = {
 
 # Seconds that etcd has for an answer at least, even if --timeout is shorter.
 MIN_ETCD_TIMEOUT_SECONDS = 0.5
-
 # Seconds without an answer of placement after which a message is printed, if stderr is a terminal.
 SLOW_SECONDS = 3.0
 # The same elsewhere, so that a script on a busy machine does not fill its log.
 SCRIPT_SLOW_SECONDS = 10.0
-
 # The fields of an instance that a wait reports, before its record is read.
 EMPTY_STATUS: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
-
 MAX_QUOTED_WORDS = 5
 
 
@@ -187,10 +183,7 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, listed once, or an empty index for a single word.
-
-        It is None if etcd does not answer.
-        """
+        """The keys of all instances, listed once, or an empty index for a single word."""
         from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:
@@ -205,9 +198,9 @@ class Context:
         """The computes in etcd, read once, whose host names messages use from then on."""
         from ecomp.scheduler.queries.computes import read_computes
 
-        known_computes = read_computes(self.store)
-        self.display_names |= known_computes.display_names
-        return known_computes
+        computes = read_computes(self.store)
+        self.display_names |= computes.display_names
+        return computes
 
     def name_computes(self) -> ComputeNames:
         """Return `computes`, so that messages use host names, or NO_COMPUTES after an error."""
@@ -300,9 +293,7 @@ def select_options(fields: str) -> dict[str, str]:
 
 
 DOCUMENT_OPTIONS = select_options('format')
-
 LISTING_OPTIONS = select_options('format columns no_header sort wide')
-
 # What the help of all commands describes once.
 COMMON_OPTIONS = {**LISTING_OPTIONS, **select_options('config')}
 
@@ -322,16 +313,11 @@ class Outcomes:
     def __init__(self, ctx: Context, words: Sequence[str], **facts: object) -> None:
         self._ctx = ctx
         self._is_array = len(words) > 1
-        self.results: dict[str, dict[str, Any]] = {
-            word: {'word': word, **facts, 'said': [], 'error': None} for word in words
-        }
+        self.results = {word: dict[str, Any](word=word, **facts, said=[], error=None) for word in words}
         self.exit_code = 0
 
     def run(
-        self,
-        submit: Callable[[str], object],
-        wait: Callable[[str, Deadline], None] | None = None,
-        retry_command: str = '',
+        self, submit: Callable[[str], object], wait: Callable[[str, Deadline], None] | None = None, retry: str = ''
     ) -> int:
         """Submit each word, and with --wait call `wait` for each word with a true result."""
         pending = list(self.results)
@@ -346,7 +332,7 @@ class Outcomes:
             hint = f'Try: {self._ctx.command_prefix} {show_command} {word}'
             raise EcompError(f'interrupted: the request for {word} may have been accepted{rest}. {hint}') from None
         if wait is not None and self._ctx.options.wait is not None:
-            self.wait(accepted, wait, retry_command)
+            self.wait(accepted, wait, retry)
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
@@ -362,12 +348,10 @@ class Outcomes:
                 self._record_failure(pending[0], error)
             del pending[0]
 
-    def wait(
-        self, words: Sequence[str], work: Callable[[str, Deadline], None], retry_command: str, suffix: str = ''
-    ) -> None:
+    def wait(self, words: Sequence[str], work: Callable[[str, Deadline], None], retry: str, suffix: str = '') -> None:
         """Call `work` for each word, with one deadline of --timeout seconds for all.
 
-        Ctrl-C ends the wait with exit code 6. The hint names `retry_command`, the unfinished words and `suffix`.
+        Ctrl-C ends the wait with exit code 6. The hint names `retry`, the unfinished words and `suffix`.
         """
         from ecomp.scheduler.changes.wait import Deadline
 
@@ -376,7 +360,7 @@ class Outcomes:
             self.process_each(pending, lambda word: work(word, deadline))
         except KeyboardInterrupt:
             unfinished = join_some(pending, MAX_QUOTED_WORDS, separator=' ')
-            command = f'{self._ctx.command_prefix} {retry_command} {unfinished}{suffix}'
+            command = f'{self._ctx.command_prefix} {retry} {unfinished}{suffix}'
             interrupted = StillGoing(f'interrupted; the operation continues. Try: {command}')
             self._ctx.out.say(str(interrupted))
             for word in pending:

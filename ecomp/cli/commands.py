@@ -8,17 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command, Context, Invocation
-from ecomp.cli.options import (
-    HELP,
-    SHELLS,
-    Option,
-    Options,
-    Words,
-    find_info_option,
-    find_option_problems,
-    is_image,
-    parse_command_line,
-)
+from ecomp.cli.options import HELP, SHELLS, Option, Options, find_info, find_option_problems, is_image, parse_line
 from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS, find_new_form, make_hint, suggest
 from ecomp.errors import UsageError, put_before_fix
 from ecomp.model.command_names import BY_MODULE
@@ -38,7 +28,6 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 
 # The help of all commands.
 FULL_HELP = Path(__file__).with_name('help.txt')
-
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
     *('copy', 'exec', 'logs', 'migrate', 'move'),
@@ -96,8 +85,6 @@ class _Commands(Mapping[str, Command]):
 
 # Every command by its name, in the order of the help. A name has one word or two, and no = in it.
 COMMANDS: Mapping[str, Command] = _Commands()
-
-
 PLACEHOLDER_MEANINGS = {
     '<id>': f'<id> is an instance: its name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or more.',
     '<host>': f'<host> is a compute: its name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or more.',
@@ -118,9 +105,9 @@ def parse(argv: Sequence[str]) -> Invocation:
 def _parse(argv: Sequence[str]) -> Invocation:
     if (old := find_new_form(argv))[0]:
         raise UsageError(f'{old[0]!r} is not a command any more. Fix: write eschedule {old[1]}')
-    if info := find_info_option(argv):
+    if info := find_info(argv):
         return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
-    words, options = parse_command_line(argv)
+    words, options = parse_line(argv)
     accepted = COMMANDS[_match_command(words) or CREATE].options
     # For commands that make instances `--wait STAGE` means --wait=STAGE.
     has_stages = options.wait == '' and {'size', 'dry_run'}.intersection(accepted)
@@ -128,7 +115,7 @@ def _parse(argv: Sequence[str]) -> Invocation:
         if 'size' not in accepted:  # the word may be a file
             stage = next(word for word, typed in zip(joined, argv, strict=False) if word != typed)
             raise UsageError(f'{words[0]}: --wait takes its stage after =. Fix: write {stage}')
-        words, options = parse_command_line(joined)
+        words, options = parse_line(joined)
     name, taken = _find_command(words, options.flavor is not None)
     row = COMMANDS[name]
     for problem in chain(find_option_problems(name, options, row.options), row.find_problems(name, taken, options)):
@@ -180,9 +167,6 @@ def _match_command(words: Sequence[str]) -> str:
     return next((name for name in names if name in COMMAND_NAMES), '')
 
 
-# The help
-
-
 def _find_command_to_explain(argv: Sequence[str]) -> str:
     words = [word for word in argv if not word.startswith('-')]
     matches = (_match_command(words[first:]) for first in range(len(words)))
@@ -202,7 +186,6 @@ def format_help(name: str) -> str:
 
 
 def format_summary(command: Command) -> str:
-    """Return a line of the help of all commands."""
     return f'  {command.usage:<27} {command.summary}'
 
 
@@ -225,23 +208,17 @@ def format_options(options: Sequence[Option]) -> Iterator[str]:
         fits = len(head) <= column - 4
         if not fits:
             yield f'  {head}'
-        first = f'  {head}' if fits else ''
-        yield textwrap.fill(
-            option.help, HELP_WIDTH, initial_indent=f'{first:<{column}}', subsequent_indent=' ' * column
-        )
+        head = f'  {head}' if fits else ''
+        yield textwrap.fill(option.help, HELP_WIDTH, initial_indent=f'{head:<{column}}', subsequent_indent=' ' * column)
 
 
 def format_exit_codes(codes: Mapping[int, str]) -> list[str]:
-    """Return the lines that explain exit codes."""
     return wrap('exit codes: ' + '; '.join(f'{code} {meaning}' for code, meaning in codes.items()))
 
 
 def wrap(text: str) -> list[str]:
     """Fold a paragraph of help to HELP_WIDTH."""
     return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
-
-
-# The commands help and completion
 
 
 def _print_help(ctx: Context) -> int:
@@ -256,13 +233,13 @@ def _print_completion(ctx: Context) -> int:
     return 0
 
 
-def _parse_shell(name: str, words: Sequence[str]) -> Words:
+def _parse_shell(name: str, words: Sequence[str]) -> tuple[str, ...]:
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f'{name}: needs exactly one shell. Fix: give one of {", ".join(SHELLS)}')
     return tuple(words)
 
 
-def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
+def _parse_optional_command(name: str, words: Sequence[str]) -> tuple[str, ...]:
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
         raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')
@@ -277,10 +254,9 @@ _ROWS: Sequence[Command] = (
             '--config has no effect.',
             _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'print the completion script of bash, zsh or fish',
-            'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and the names '
-            'and uuids of instances, hosts, flavors, groups and projects; each TAB queries these names. bash: '
-            'eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in '
-            '~/.bashrc. '
+            'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and the names and '
+            'uuids of instances, hosts, flavors, groups and projects; each TAB queries these names. bash: eschedule '
+            'completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in ~/.bashrc. '
             'zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule completion fish '
             '>~/.config/fish/completions/eschedule.fish.',
             _parse_shell, _print_completion, needs_config=False, example='eschedule completion bash'),

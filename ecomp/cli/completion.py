@@ -21,11 +21,8 @@ FILES = '<files>'
 MAX_ETCD_SECONDS = 2.0
 # Names from etcd are offered only if every shell reads them as one word.
 SAFE_NAME = re.compile('[A-Za-z0-9._-]+')
-
-
 # A candidate, or a command that lists names and the columns whose cells are candidates.
 Source: TypeAlias = str | tuple[str, str]
-
 INSTANCES, HOSTS = ('list', 'NAME,INSTANCE'), ('hosts', 'HOST,COMPUTE')
 FLAVORS, IMAGES = ('flavor', 'FLAVOR'), ('image', 'NAME')
 GROUPS, PROJECTS = ('group', 'GROUP'), ('quota', 'PROJECT')
@@ -43,16 +40,14 @@ SOURCES_BY_FLAG: Mapping[str, Sequence[Source]] = {
 FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAMES))
 
 
-def print_candidates(
-    put: Callable[[str], None], commands: Mapping[str, Command], current: str = '', *before: str
-) -> int:
+def print_candidates(put: Callable[[str], None], rows: Mapping[str, Command], current: str = '', *before: str) -> int:
     """Print the candidates for the word `current` behind the words `before`, a line each."""
     flag, equals, typed = current.partition('=')
     prefix = f'{flag}=' if equals and flag in FLAGS else ''
     named_files = [value for option, value in zip(before, before[1:], strict=False) if option == '--config']
     named_files += [word.removeprefix('--config=') for word in before if word.startswith('--config=')]
-    for source in _find_value_sources(flag) if prefix else _find_sources(commands, current, before):
-        for name in [source] if isinstance(source, str) else _list_names(commands, *source, *named_files[:1]):
+    for source in _find_value_sources(flag) if prefix else _find_sources(rows, current, before):
+        for name in [source] if isinstance(source, str) else _list_names(rows, *source, *named_files[:1]):
             if name == FILES:
                 put(name)
             elif name.startswith(typed if prefix else current):

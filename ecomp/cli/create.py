@@ -12,33 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecomp import errors
+from ecomp.cli import options as cli_options
 from ecomp.cli.command import CREATE, LISTING_OPTIONS, Command, Context, select_options
 from ecomp.cli.input import STDIN, describe_owner, read_ssh_keys, read_user_data, require_guest_classes, resolve_image
-from ecomp.cli.options import (
-    DEFAULT_WAIT_SECONDS,
-    JSON,
-    MAX_NAMED_SET_SIZE,
-    MAX_SET_SIZE,
-    TABLE,
-    YAML,
-    Options,
-    convert_to_usage_error,
-    find_table_problems,
-    parse_query_and_image,
-)
 from ecomp.cli.terminal import make_timestamp
 from ecomp.conf import EtcdConfig
-from ecomp.errors import (
-    EcompError,
-    NoCapacity,
-    OverQuota,
-    StillGoing,
-    TooFew,
-    UnknownOutcome,
-    Unreachable,
-    UsageError,
-    put_before_fix,
-)
 from ecomp.model.choose import SPREAD
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import USER_TEXTS, Order, SetOrder
@@ -53,17 +32,14 @@ MIN_MEMORY_MB = 64
 # Printed for each placed instance; the text of 2019.
 NOTIFIED_MESSAGE = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
 QUEUED_MESSAGE = 'QUEUED INSTANCE {instance}'
-
-
 # Above this number of computes a create asks about a sample first. Below it sampling does not pay: placement answers
 # about 100 nearly as fast as about 1, and facts are soon stale (8 requesters: 1.4 queries a create, worse balance).
 LARGE_CLUSTER_SIZE = 256
-
 NewInstance = dict[str, Any]
 
 
 def _create(ctx: Context) -> int:
-    with convert_to_usage_error():
+    with cli_options.convert_to_usage_error():
         image = resolve_image(ctx.config, ctx.words[1] if len(ctx.words) > 1 else ctx.config.image)
     if ctx.options.dry_run:
         return _plan(ctx)
@@ -81,9 +57,9 @@ def _create(ctx: Context) -> int:
     )
     try:
         return (_enqueue if ctx.options.queue else _place)(ctx, order)
-    except UnknownOutcome as error:
+    except errors.UnknownOutcome as error:
         advice = f'. Try: the same command with --uuid {order.instance}'
-        raise type(error)(put_before_fix(str(error), advice), error.backend) from error
+        raise type(error)(errors.put_before_fix(str(error), advice), error.backend) from error
 
 
 def _place(ctx: Context, order: Order) -> int:
@@ -106,13 +82,13 @@ def _place(ctx: Context, order: Order) -> int:
     scheduler = Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
     try:
         outcomes = create(scheduler, set_order, resume, sample_above, remember_count)
-    except NoCapacity as error:
+    except errors.NoCapacity as error:
         return _report_no_capacity(ctx, error, backend, query)
     except KeyboardInterrupt:
         subject = f'instance {instance}' if set_order.count == 1 else 'the instances'
         hint = f'Try: {ctx.command_prefix} {instance}' if set_order.count == 1 else advice
         ctx.out.say(f'interrupted: {subject} may have been placed. {hint}')
-        return EcompError.exit_code
+        return errors.EcompError.exit_code
     rows: list[NewInstance] = [
         {'instance': uuid, 'compute': outcome.compute, 'host': None, 'name': set_order.instances[uuid]}
         for uuid, outcome in outcomes.items()
@@ -129,10 +105,10 @@ def _report_and_wait(
     is_put = False
     placed = {row['instance']: row.get('compute', '') for row in instances}
     try:
-        if ctx.form != TABLE and any(placed.values()):  # for a table host names are read after the line is printed
-            for row in instances:
-                row['host'] = ctx.name_computes().find_hostname(row['compute'])
-        if ctx.form == TABLE or ctx.options.wait is None:
+        # For a table host names are read after the line is printed.
+        for row in instances if ctx.form != cli_options.TABLE and any(placed.values()) else ():
+            row['host'] = ctx.name_computes().find_hostname(row['compute'])
+        if ctx.form == cli_options.TABLE or ctx.options.wait is None:
             is_put = True
             _print_instances(ctx, instances, output_error_prefix)
         for line in remarks():
@@ -144,7 +120,7 @@ def _report_and_wait(
         from ecomp.cli.waiting import wait_for_new  # needed only with --wait
 
         outcomes = wait_for_new(ctx, placed)
-        if ctx.form != TABLE:
+        if ctx.form != cli_options.TABLE:
             ends = ({key: result[key] for key in ('state', 'address', 'error')} for result in outcomes.results.values())
             ctx.show_document([{**start, **end} for start, end in zip(instances, ends, strict=True)], is_array=True)
         return outcomes.exit_code
@@ -153,7 +129,7 @@ def _report_and_wait(
             _print_instances(ctx, instances, output_error_prefix)  # the reader learns the uuid from nothing else
         command = ' '.join([ctx.command_prefix, 'wait', *placed])
         ctx.out.say(f'interrupted; the operation continues. Try: {command}')
-        return StillGoing.exit_code
+        return errors.StillGoing.exit_code
 
 
 def _print_instances(ctx: Context, instances: Sequence[NewInstance], output_error_prefix: str) -> None:
@@ -163,7 +139,7 @@ def _print_instances(ctx: Context, instances: Sequence[NewInstance], output_erro
     except OSError as error:
         if not output_error_prefix:
             raise
-        raise EcompError(f'{output_error_prefix}, but stdout cannot be written: {error.strerror}') from error
+        raise errors.EcompError(f'{output_error_prefix}, but stdout cannot be written: {error.strerror}') from error
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
@@ -177,24 +153,24 @@ def _enqueue(ctx: Context, order: Order) -> int:
     instance, shared = order.instance, None if order.user_data is None else SharedUserData.from_bytes(order.user_data)
     hashed = {'user_data': None, 'user_data_sha256': shared.sha256 if shared else None}
     try:
-        with convert_to_usage_error():
+        with cli_options.convert_to_usage_error():
             flavor, revision = load_flavor(ctx.store, ctx.options.flavor or '')
         if lacking := list_missing_classes(flavor.resources):
-            raise UsageError(f'flavor {flavor.name} lacks {", ".join(lacking)}, which every guest needs')
+            raise errors.UsageError(f'flavor {flavor.name} lacks {", ".join(lacking)}, which every guest needs')
         entry = QueueEntry(flavor=flavor, **order.copy_fields(**hashed))
         owner = describe_owner(order.stages['requested'])
         is_new = enqueue(ctx.store, entry, revision, shared, owner, ctx.options.uuid is not None)
         no_taker = None
         if is_new:
-            with suppress(EcompError):  # the request is queued even if the computes are unknown
+            with suppress(errors.EcompError):  # the request is queued even if the computes are unknown
                 no_taker = None if has_taker(ctx.store) else ctx.computes.no_taker_reason
         # A compute may have taken an instance that was requested before.
         found_entries = None if is_new else find(ctx.store, instance)
-    except NoCapacity as error:
+    except errors.NoCapacity as error:
         return report_refusal(ctx, error)
     except KeyboardInterrupt:
         ctx.out.say(f'interrupted: instance {instance} may have been queued. Try: {ctx.command_prefix} {instance}')
-        return EcompError.exit_code
+        return errors.EcompError.exit_code
     finally:
         ctx.close()
     compute = found_entries.record.compute if found_entries is not None else ''
@@ -223,7 +199,7 @@ def _plan(ctx: Context) -> int:
     order = _make_set_order(ctx, single, query)
     try:
         ranked = plan(ctx.store, backend, order, random.Random())
-    except NoCapacity as error:
+    except errors.NoCapacity as error:
         return _report_no_capacity(ctx, error, backend, query)
     ctx.show(make_plan_listing(ranked))
     placed = sum(compute.instance_count for compute in ranked)
@@ -242,14 +218,14 @@ def _build_query(ctx: Context) -> str:
     from ecomp.model.query import check_query, resolve_trees
 
     query, flavor, on = ctx.words[0], ctx.options.flavor, ctx.options.on
-    with convert_to_usage_error('the query'):
+    with cli_options.convert_to_usage_error('the query'):
         check_query(query, needs_resources=flavor is None, has_on_option=on is not None)
     query = resolve_trees(query, ctx.resolve_compute)
     if flavor is not None:
         from ecomp.model.flavor import merge_query
         from ecomp.scheduler.operations.sharing import load_flavor
 
-        with convert_to_usage_error():
+        with cli_options.convert_to_usage_error():
             query = merge_query(load_flavor(ctx.store, flavor)[0], query)
         require_guest_classes(flavor, query)
     if on is not None:
@@ -267,7 +243,7 @@ def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, Deli
     memory = re.search(r'\bMEMORY_MB:(\d+)', set_order.query or '')
     if memory and int(memory[1]) < MIN_MEMORY_MB:
         yield f'{memory[0]}: a cloud image needs at least {MIN_MEMORY_MB} MiB to boot'
-    if sys.stderr.isatty() and ctx.form == TABLE:  # for people; scripts use uuids
+    if sys.stderr.isatty() and ctx.form == cli_options.TABLE:  # for people; scripts use uuids
         yield from _describe_hosts(set_order, outcomes, ctx.name_computes())
 
 
@@ -284,30 +260,30 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
     return lines
 
 
-def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str) -> int:
+def _report_no_capacity(ctx: Context, error: errors.NoCapacity, backend: Backend, query: str) -> int:
     on = ctx.options.on
     if on is not None:
         from ecomp.scheduler.queries.computes import require_compute
 
         # Checked only here, so that a successful create does not wait for it.
-        with suppress(Unreachable):
+        with suppress(errors.Unreachable):
             require_compute(ctx.computes, lambda: backend.result()[0], on)
 
     def report_reasons(say: Callable[[str], None]) -> None:
         from ecomp.scheduler.placing.explain import Refusal, report_reasons
 
-        refusal = Refusal(query, places=error.candidates if isinstance(error, TooFew) else (), on=on)
+        refusal = Refusal(query, places=error.candidates if isinstance(error, errors.TooFew) else (), on=on)
         report_reasons(ctx.store, backend, refusal, ctx.options.membership, say)
 
-    return report_refusal(ctx, error, None if isinstance(error, OverQuota) else report_reasons)
+    return report_refusal(ctx, error, None if isinstance(error, errors.OverQuota) else report_reasons)
 
 
 def report_refusal(
-    ctx: Context, error: NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
+    ctx: Context, error: errors.NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
 ) -> int:
     """Print the refusal, then the reasons, and return the exit code."""
     with suppress(OSError):  # run() flushes again and reports the error
-        if ctx.form == TABLE:
+        if ctx.form == cli_options.TABLE:
             ctx.out.put('NO ALLOCATIONS LEFT')
     ctx.out.say(str(error))
     details: list[str] = []
@@ -318,20 +294,19 @@ def report_refusal(
 
     if report_reasons is not None:
         report_reasons(report_detail)
-    if ctx.form in (JSON, YAML):
+    if ctx.form in (cli_options.JSON, cli_options.YAML):
         ctx.show_document([{'refused': {'reason': str(error), 'details': details}}])
     return error.exit_code
 
 
-# Files for a new guest, named by the user; no message quotes their content
-
-
+# The files are named by the user, and no message quotes their content.
 def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | None]:
     typed_keys, typed_data = ctx.options.ssh_key, ctx.options.user_data
     key_files: Sequence[str | Path] = ctx.config.ssh_keys if typed_keys is None else typed_keys
     data_file = ctx.config.user_data if typed_data is None else typed_data
     if [*key_files, data_file].count(STDIN) > 1:
-        raise UsageError('--ssh-key, --user-data: standard input can be read only once. Fix: give - for one of them')
+        problem = '--ssh-key, --user-data: standard input can be read only once'
+        raise errors.UsageError(f'{problem}. Fix: give - for one of them')
     ssh_keys = read_ssh_keys(key_files) if key_files else None
     return ssh_keys, None if data_file is None else read_user_data(data_file, ctx.out.say)
 
@@ -364,11 +339,11 @@ def _find_marker_path(etcd: EtcdConfig) -> Path:
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp' / name
 
 
-def _find_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+def _find_problems(name: str, words: Sequence[str], options: cli_options.Options) -> Iterator[str]:
     if not words[0] and options.flavor is None:
         yield f'{name}: missing argument: a quoted placement query, or --flavor. Try: eschedule {name} --help'
     count = 1 if options.size is None else options.size
-    limit = MAX_SET_SIZE if options.name is None else MAX_NAMED_SET_SIZE
+    limit = cli_options.MAX_SET_SIZE if options.name is None else cli_options.MAX_NAMED_SET_SIZE
     if not 1 <= count <= limit:
         suffix = '' if options.name is None else ' with --name'
         yield f'--count: must be 1 to {limit}{suffix}, because one etcd transaction cannot create more'
@@ -377,17 +352,17 @@ def _find_problems(name: str, words: Sequence[str], options: Options) -> Iterato
     if options.min is not None and not 1 <= options.min <= count:
         yield f'--min: must be 1 to {count}, the value of --count'
     if not options.dry_run:
-        yield from find_table_problems(options, 'needs --dry-run')
+        yield from cli_options.find_table_problems(options, 'needs --dry-run')
     if options.queue:
         yield from _find_queue_problems(words, options)
     for field, check_text in USER_TEXTS.items():
         if (value := getattr(options, field)) is not None:
-            with convert_to_usage_error(f'--{field}'):
+            with cli_options.convert_to_usage_error(f'--{field}'):
                 check_text(value)
                 check_text(f'{value}-{count}' if field == 'name' and count > 1 else value)
 
 
-def _find_queue_problems(words: Sequence[str], options: Options) -> Iterator[str]:
+def _find_queue_problems(words: Sequence[str], options: cli_options.Options) -> Iterator[str]:
     if options.flavor is None:
         yield '--queue needs --flavor: each flavor has its own queue'
     if options.dry_run:
@@ -402,7 +377,7 @@ def _find_queue_problems(words: Sequence[str], options: Options) -> Iterator[str
 
 _TIMEOUT_HELP = (
     'wait at most this long after the instance was placed or queued, then exit with 6; the operation continues. '
-    f'Default: {DEFAULT_WAIT_SECONDS:.0f}'
+    f'Default: {cli_options.DEFAULT_WAIT_SECONDS:.0f}'
 )
 
 # fmt: off
@@ -417,7 +392,7 @@ COMMANDS: Sequence[Command] = (
             'prints `NOTIFIED TARGET, <compute>, OF INSTANCE <instance>`, with both uuids. If no compute has room, '
             'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks. With --dry-run it '
             'prints which computes would be tried, in which order and why, and how many instances each would get.',
-            parse_query_and_image, _create,
+            cli_options.parse_query_and_image, _create,
             {**select_options(f'{" ".join(USER_TEXTS)} uuid ssh_key user_data flavor queue size min on weigh group '
                               'policy strictness project wait'), 'timeout': _TIMEOUT_HELP, **LISTING_OPTIONS,
              'dry_run': f'print what the command would do; change nothing. --{", --".join(USER_TEXTS)}, --uuid, '

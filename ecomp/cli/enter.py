@@ -135,9 +135,8 @@ def _run_command(command: Sequence[str]) -> bytes:
     import tempfile
 
     with tempfile.TemporaryFile() as file:  # not a pipe, which stays open while any descendant holds it
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        quiet = subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=quiet, stdout=file, stderr=quiet, start_new_session=True)
         try:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(LAST_LINES_TIMEOUT_SECONDS)

@@ -37,21 +37,16 @@ if TYPE_CHECKING:
     from ecomp.store.client import Store
     from ecomp.store.history import History
 
-WEIGH_MEANINGS = {
-    SPREAD: 'the emptiest first',
-    PACK: 'the fullest first',
-    RANDOM: 'in random order',
-    FIRST: "in placement's own order",
-}
+WEIGH_MEANINGS = {SPREAD: 'the emptiest first', PACK: 'the fullest first', RANDOM: 'in random order'}
+WEIGH_MEANINGS |= {FIRST: "in placement's own order"}
 MAX_BAR_WIDTH = 60
 # Characters of a line beside its bar: the stage, the seconds, and a | on either side.
 BAR_MARGIN = 23
 # Instances whose names are remembered at most: events of others without a name show their uuid. With --since, also the
 # events without a time that may precede the first one with a time.
 MAX_REMEMBERED = 10_000
-
-
-# Why an instance is on its compute: its query, how the compute was chosen, and its group
+# The endings of the files that `show --command` writes, by option.
+SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 
 @dataclass(frozen=True)
@@ -155,19 +150,14 @@ def _explain_choice(choice: PlacementReason | None) -> str:
         rule = 'of the computes with room, the least used one takes a request first'
         return f'it waited in a queue, and this compute took the request: {rule}'
     meaning = WEIGH_MEANINGS.get(choice.weigh, '')
-    prefix = (
-        f'when it was placed, {choice.of} compute{"" if choice.of == 1 else "s"} had room; '
-        f'the order was {choice.weigh} ({meaning})'
-    )
+    had = f'{choice.of} compute{"" if choice.of == 1 else "s"} had room'
+    prefix = f'when it was placed, {had}; the order was {choice.weigh} ({meaning})'
     if choice.troubled:
         prefix = f'{prefix}; the chosen compute reported that it could not build, and no other one had room'
     if choice.weight is None:
         return prefix
     image = '; it was preferred to equal ones, because it had the image' if choice.has_image else ''
     return f'{prefix}, and the chosen compute had weight {choice.weight:g} (0 to 1, the highest is best){image}'
-
-
-# How long each stage of an instance took
 
 
 def timeline_to_dict(record: Record) -> dict[str, Any]:
@@ -239,9 +229,6 @@ def print_timeline(ctx: Context, record: Record) -> int:
         ctx.draw(draw_timeline(record, ctx.style))
     ctx.show_document([timeline_to_dict(record)])  # nothing for a table
     return 0
-
-
-# Past events, as far back as etcd keeps them, and new ones
 
 
 def _print_events(ctx: Context) -> int:
@@ -318,13 +305,10 @@ def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tup
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
-    """Yield the events of a history, and first print how far back it goes.
-
-    Nothing is printed for a history that starts after revision 1.
-    """
+    """Yield the events of a history, and first print how far back it goes."""
     from ecomp.model.events import make_events
 
-    known_computes = read_computes(ctx.store)
+    computes = read_computes(ctx.store)
     is_reported = history.next_revision > 1  # the events before these were printed already
     for changes in history:
         if not is_reported:
@@ -332,18 +316,18 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
             is_reported = True
         presences = {keys.get_last_part(each.key): each.after for each in changes if each.key.startswith(keys.COMPUTES)}
         if presences and not history.is_past:
-            known_computes = read_computes(ctx.store)
-        known_computes = _add_forgotten(known_computes, presences)
-        yield from make_events(changes, known_computes.format_name)
+            computes = read_computes(ctx.store)
+        computes = _add_forgotten(computes, presences)
+        yield from make_events(changes, computes.format_name)
     if not is_reported:
         _report_since(ctx, history.oldest_revision)
 
 
-def _add_forgotten(known_computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
+def _add_forgotten(computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
     names = {compute: load_object_or_empty(value or b'').get('hostname') for compute, value in presences.items()}
-    new = {key: str(name) for key, name in names.items() if is_hostname(name) and not known_computes.find_hostname(key)}
-    hostnames = {**known_computes.stored_hostnames, **new}
-    return replace(known_computes, stored_hostnames=hostnames) if new else known_computes
+    new = {key: str(name) for key, name in names.items() if is_hostname(name) and not computes.find_hostname(key)}
+    hostnames = {**computes.stored_hostnames, **new}
+    return replace(computes, stored_hostnames=hostnames) if new else computes
 
 
 def _report_since(ctx: Context, since: int) -> None:
@@ -379,15 +363,7 @@ class EventFormatter:
         return make_printable(f'{when:24} {subject}: {event.says}{by}' if subject else f'{when:24} {event.says}{by}')
 
 
-# The command that creates an instance again
-
-
-# The endings of the files that it names, by option.
-SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
-
-
 def print_command(ctx: Context, entries: InstanceEntries) -> int:
-    """Print the command that creates an instance again."""
     import shlex  # imported here, as the next one: seldom needed
 
     instance = entries.record.instance

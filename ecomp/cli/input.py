@@ -105,7 +105,6 @@ def read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> by
         raise UsageError(f'{label}: cannot be read: {reason}') from error
     if len(data) > limit_bytes:
         size = status.st_size if stat.S_ISREG(status.st_mode) else f'more than {limit_bytes}'
-        raise UsageError(
-            f'{label}: has {size} bytes; the limit is {limit_bytes} ({limit_bytes // 1024} KiB). Fix: {advice}'
-        )
+        limit = f'{limit_bytes} ({limit_bytes // 1024} KiB)'
+        raise UsageError(f'{label}: has {size} bytes; the limit is {limit}. Fix: {advice}')
     return data

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ecomp.cli import options as cli_options
 from ecomp.cli.command import (
     DOCUMENT_OPTIONS,
     EMPTY_STATUS,
@@ -19,15 +20,6 @@ from ecomp.cli.command import (
     Outcomes,
     extract_status,
     select_options,
-)
-from ecomp.cli.options import (
-    Options,
-    find_table_problems,
-    parse_any_instances,
-    parse_any_names,
-    parse_bare_instance,
-    parse_instances,
-    parse_nothing,
 )
 from ecomp.cli.selection import SELECTORS, find_conflicts, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
@@ -55,6 +47,21 @@ FILTERS = {
     'group': 'list only the members of this group',
     'project': 'list only instances of this project',
 }
+# What one might do next with {0}, an instance on host {1}, by its state.
+NEXT_COMMANDS = {
+    QUEUED: ('why {0}', 'destroy {0}'),
+    ACTIVE: ('ssh {0}', 'log {0}', 'reboot {0}', 'stop {0}', 'destroy {0}'),
+    STOPPED: ('start {0}', 'destroy {0}'),
+    ERROR: ('show {0} --command', 'destroy {0}'),
+    UNKNOWN: ('hosts {1}', 'evacuate {1} --dry-run'),
+}
+PHASE_TEXTS = {SHUTDOWN_REQUESTED: 'the guest was asked to shut down', SHUT_OFF: 'the guest is off and about to start'}
+INSTANCE_COLUMN = Column('INSTANCE', kind=UUID)
+# The name of each stage's time in details, where `image` is the URL.
+STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
+MORE_TEXTS = [name for name in USER_TEXTS if name != 'name']
+# Details that are shown even without a value.
+ALWAYS_SHOWN = {'name', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project', 'user'}
 
 
 def _print_address(ctx: Context) -> int:
@@ -113,15 +120,15 @@ def _list(ctx: Context) -> int:
 
     def read() -> tuple[list[Record], Computes, Absences, list[EcompError]]:
         every, errors = list_records(ctx.store, with_gone)
-        known_computes = read_computes(ctx.store)
-        chosen, absences = select_records(ctx, record_filter, every, known_computes, errors)
-        return _add_claim_faults(ctx, chosen, known_computes), known_computes, absences, errors
+        computes = read_computes(ctx.store)
+        chosen, absences = select_records(ctx, record_filter, every, computes, errors)
+        return _add_claim_faults(ctx, chosen, computes), computes, absences, errors
 
     def make_drawing() -> Drawing:
-        records, known_computes, absences, unreadable = read()
+        records, computes, absences, unreadable = read()
         # Computed for each drawing, as the terminal may have been resized.
-        table = render_listing(make_record_listing(records, known_computes, absences), make_style(ctx.options))
-        return Drawing(table, [*map(str, unreadable), *_explain_unserved(records, lambda: known_computes)])
+        table = render_listing(make_record_listing(records, computes, absences), make_style(ctx.options))
+        return Drawing(table, [*map(str, unreadable), *_explain_unserved(records, lambda: computes)])
 
     if ctx.options.watch:
         prefixes = (keys.INSTANCES, keys.HOSTS, keys.QUEUES, keys.COMPUTES)
@@ -176,16 +183,16 @@ def _make_stack_row(stack: Stack, records: Sequence[Record], absences: Absences)
     return Row([stack.name, *(text or None for text in texts), *applied.values()], value)
 
 
-def _find_list_problems(name: str, _: Sequence[str], options: Options) -> Iterator[str]:
+def _find_list_problems(name: str, _: Sequence[str], options: cli_options.Options) -> Iterator[str]:
     if options.foreign and any(getattr(options, field) not in (None, False) for field in FILTERS if field != 'foreign'):
         yield f'{name}: --foreign cannot be combined with filters'
 
 
-def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
+def _add_claim_faults(ctx: Context, records: Sequence[Record], computes: Computes) -> list[Record]:
     from ecomp.scheduler.queries.computes import find_claims_on_silent
 
     waiting = [record.instance for record in records if record.state == QUEUED]
-    faults = find_claims_on_silent(ctx.store, known_computes, waiting)
+    faults = find_claims_on_silent(ctx.store, computes, waiting)
     return [replace(item, fault=faults[item.instance]) if item.instance in faults else item for item in records]
 
 
@@ -207,11 +214,12 @@ def _show(ctx: Context) -> int:
     return code
 
 
-def _find_view_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+def _find_view_problems(name: str, words: Sequence[str], options: cli_options.Options) -> Iterator[str]:
     if options.view is not None:
         if len(words) > 1:
             yield f'{name}: --{options.view} needs exactly one instance'
-        yield from find_table_problems(options._replace(wide=False), f'is not accepted with --{options.view}')
+        problem = f'is not accepted with --{options.view}'
+        yield from cli_options.find_table_problems(options._replace(wide=False), problem)
 
 
 def _print_why(ctx: Context) -> int:
@@ -257,16 +265,6 @@ def _wait(ctx: Context) -> int:
 
     wait_and_report(ctx, outcomes, resolve, ctx.instance_index)
     return outcomes.finish()
-
-
-# What one might do next with {0}, an instance on host {1}, by its state.
-NEXT_COMMANDS = {
-    QUEUED: ('why {0}', 'destroy {0}'),
-    ACTIVE: ('ssh {0}', 'log {0}', 'reboot {0}', 'stop {0}', 'destroy {0}'),
-    STOPPED: ('start {0}', 'destroy {0}'),
-    ERROR: ('show {0} --command', 'destroy {0}'),
-    UNKNOWN: ('hosts {1}', 'evacuate {1} --dry-run'),
-}
 
 
 def _serve_page(ctx: Context) -> int:
@@ -316,27 +314,12 @@ def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
     }
 
 
-# Listings and details of instances
-
-
-POWER_PHASE_MEANINGS = {
-    SHUTDOWN_REQUESTED: 'the guest was asked to shut down',
-    SHUT_OFF: 'the guest is off and about to start',
-}
-INSTANCE_COLUMN = Column('INSTANCE', kind=UUID)
-# The name of each stage's time in details, where `image` is the URL.
-STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
-MORE_TEXTS = [name for name in USER_TEXTS if name != 'name']
-# Details that are shown even without a value.
-ALWAYS_SHOWN = {'name', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project', 'user'}
-
-
 def make_record_listing(
-    records: Sequence[Record], known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
+    records: Sequence[Record], computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
 ) -> Listing:
     """List records by the time of request, those of a set by name, with errors and faults."""
     records = sort_records(records)
-    reasons = [_describe_problem(record, known_computes, absences) for record in records]
+    reasons = [_describe_problem(record, computes, absences) for record in records]
     columns = [
         # If all instances have names, the uuid is the first column that a narrow terminal omits.
         INSTANCE_COLUMN._replace(rank=5 if all(item.name for item in records) else 0),
@@ -354,32 +337,30 @@ def make_record_listing(
     rows = []
     for record, problem in zip(records, reasons, strict=True):
         cells = [record.instance, record.name, absences.get_state(record), record.address]
-        cells += [known_computes.format_name(record.compute), record.compute, record.stages.get('requested')]
+        cells += [computes.format_name(record.compute), record.compute, record.stages.get('requested')]
         cells += ['yes' if record.is_protected else None, problem, record.project_id, record.group_name, record.image]
         cells += [getattr(record, name) for name in MORE_TEXTS]
-        rows.append(Row([cell or None for cell in cells], _record_to_dict(record, known_computes, absences)))
+        rows.append(Row([cell or None for cell in cells], _record_to_dict(record, computes, absences)))
     return Listing(columns, rows)
 
 
-def _describe_problem(record: Record, known_computes: Computes, absences: Absences) -> str | None:
+def _describe_problem(record: Record, computes: Computes, absences: Absences) -> str | None:
     if record.error is None:
-        age = absences.explain_state(record, known_computes.format_name(record.compute))
+        age = absences.explain_state(record, computes.format_name(record.compute))
         return '; '.join(filter(None, (age, record.fault))) or None
     cause, subject = record.error.cause_and_subject
     return put_before_fix(cause, f' (stage {": ".join(filter(None, (record.error.stage, subject)))})')
 
 
-def make_record_details(
-    record: Record, known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
-) -> Details:
-    fields = _list_fields(record, known_computes, absences)
+def make_record_details(record: Record, computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES) -> Details:
+    fields = _list_fields(record, computes, absences)
     shown = [(name, cell or None) for name, cell in fields if cell or name in ALWAYS_SHOWN]
     possible_fields = dict.fromkeys(name for name, _ in _list_fields(Record('', '', ''), NO_COMPUTES, NO_ABSENCES))
-    value = _record_to_dict(record, known_computes, absences)
+    value = _record_to_dict(record, computes, absences)
     return Details(shown, value, tuple(possible_fields), ('interface',))
 
 
-def _list_fields(record: Record, known_computes: Computes, absences: Absences) -> Iterator[tuple[str, str | None]]:
+def _list_fields(record: Record, computes: Computes, absences: Absences) -> Iterator[tuple[str, str | None]]:
     """Yield each field that an instance may have, '' or None without a value."""
     state = absences.get_state(record)
     yield 'instance', record.instance
@@ -387,7 +368,7 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
     yield 'state', state
     yield 'since', _find_since(record) if state == record.state else ''
     yield 'address', record.address
-    yield 'host', known_computes.find_hostname(record.compute)
+    yield 'host', computes.find_hostname(record.compute)
     yield 'compute', record.compute
     yield 'image', record.image
     yield 'resources', ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
@@ -408,13 +389,13 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
         yield STAGE_FIELDS.get(stage, stage), time
     boot = record.last_boot
     yield 'boot', f'{boot.number}: {_format_boot(boot)}' if boot and boot.number > 1 else ''
-    yield 'waits', _fill('{0}', known_computes.describe_unserved(['it']) if record.state == QUEUED else None)
+    yield 'waits', _fill('{0}', computes.describe_unserved(['it']) if record.state == QUEUED else None)
     yield 'progress', _fill('{0}', record.progress)
-    yield 'reason', absences.explain_state(record, known_computes.format_name(record.compute))
+    yield 'reason', absences.explain_state(record, computes.format_name(record.compute))
     yield 'reason', _fill('at stage {0.stage}: {0.reason}', record.error)
     yield 'cleaned up', _fill('{0.cleaned}', record.error)
     phase = parse_phase(record.power)
-    yield 'power', phase and POWER_PHASE_MEANINGS.get(phase, record.power)
+    yield 'power', phase and PHASE_TEXTS.get(phase, record.power)
     yield 'fault', record.fault
     yield 'cloud-init', _fill('failed at stage {0.stage}: {0.reason}', record.cloud_init)
     for key in record.host_keys or ['']:
@@ -450,8 +431,8 @@ def _format_interface(interface: Interface) -> str:
     return f'{address_text} ({where})'
 
 
-def _record_to_dict(record: Record, known_computes: Computes, absences: Absences) -> dict[str, object]:
-    host = {'host': known_computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
+def _record_to_dict(record: Record, computes: Computes, absences: Absences) -> dict[str, object]:
+    host = {'host': computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
     stale = absences.is_stale(record)
     host['host_last_seen'] = absences.last_seen.get(record.compute) if stale else None
     return {'version': 1, **to_dict(record), **host, 'stale': stale}
@@ -464,12 +445,12 @@ COMMANDS: Sequence[Command] = (
             'reports what the instance waits for, and the exit code is 6. If the instance failed, stderr reports why, '
             'and the exit code is 1. A stopped instance keeps its address: the address is printed, and stderr reports '
             'that the guest is off, or that the host is silent.',
-            parse_bare_instance, _print_address, DOCUMENT_OPTIONS, (4, 5, 6), example='eschedule web1'),
+            cli_options.parse_bare_instance, _print_address, DOCUMENT_OPTIONS, (4, 5, 6), example='eschedule web1'),
     Command('list', 'list', 'list all instances',
             'List all instances, one per line, in the order of their requests: uuid, name, state, address, compute '
             'and time of the request. Instances that wait in a queue are included. An instance whose host is silent is '
             'shown as `unknown`, with the state that the host reported last.',
-            parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list',
+            cli_options.parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list',
             find_problems=_find_list_problems),
     Command('show', 'show <id>…', 'show all details of an instance',
             'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
@@ -481,31 +462,29 @@ COMMANDS: Sequence[Command] = (
             'in the current directory that only you can read; a file with other content is not replaced. stderr lists '
             'what the command lacks: what the configuration of its host decided and, once the request is gone, the '
             'ssh keys, the user-data and the policy of the group.',
-            parse_instances, _show, select_options('format columns no_header wide view'), (4, 5),
+            cli_options.parse_instances, _show, select_options('format columns no_header wide view'), (4, 5),
             example='eschedule show web1 -f json', find_problems=_find_view_problems),
     Command('why', 'why <id>…', 'explain why an instance is on its compute',
-            'Explain why an instance is on its compute: what was requested, how many computes had room, in which '
-            'order they were tried, and where the other members of its group are. For an instance in a queue: since '
-            'when it has waited, how many requests are before it, and what each compute that takes queued requests '
-            'lacks.',
-            parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
+            'Explain why an instance is on its compute: what was requested, how many computes had room, in which order '
+            'they were tried, and where the other members of its group are. For an instance in a queue: since when it '
+            'has waited, how many requests are before it, and what each compute that takes queued requests lacks.',
+            cli_options.parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
     Command('wait', 'wait [<id>…]', 'wait until an instance has its address',
             'Wait until each instance has its address, and print the address. With --for, wait for another stage. '
-            'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for '
-            'the stage of its next boot. A line on the terminal shows what the instance waits for. If the stage can '
-            'no longer be reached, the command returns early: with 1 if the instance failed, with 4 if it is being '
+            'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for the '
+            'stage of its next boot. A line on the terminal shows what the instance waits for. If the stage can no '
+            'longer be reached, the command returns early: with 1 if the instance failed, with 4 if it is being '
             'destroyed, with 6 if its host is silent.',
-            parse_any_instances, _wait, {**select_options('stage timeout format'), **SELECTORS}, (4, 5, 6),
-            find_problems=find_conflicts,
-            example='eschedule wait web1 --for ready --timeout 120'),
+            cli_options.parse_any_instances, _wait, {**select_options('stage timeout format'), **SELECTORS}, (4, 5, 6),
+            find_problems=find_conflicts, example='eschedule wait web1 --for ready --timeout 120'),
     Command('stack', 'stack [STACK…]', 'list stacks, and who applied them',
             'List all stacks, or the given ones: how many of their instances are in which state, and which file was '
             'applied last, by whom, where and when. An apply that changed nothing does not count. `eschedule apply` '
             'makes a stack, and `eschedule list --stack` lists its instances.',
-            parse_any_names, _list_stacks, LISTING_OPTIONS, (4,), example='eschedule stack shop'),
+            cli_options.parse_any_names, _list_stacks, LISTING_OPTIONS, (4,), example='eschedule stack shop'),
     Command('ui', 'ui', 'show a live page of the cluster in a browser',
             'Serve a live page of hosts, instances, findings, queues and the last events, on this machine only, and '
             'print its address, which has a random token. The page changes nothing. It ends with this command: at '
             'Ctrl-C, or when the terminal is closed (exit 0).',
-            parse_nothing, _serve_page, select_options('port'), example='eschedule ui --port 8000'),
+            cli_options.parse_nothing, _serve_page, select_options('port'), example='eschedule ui --port 8000'),
 )

@@ -213,9 +213,8 @@ def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], co
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
     statuses = Outcomes(ctx, ())
     if moved and not code and ctx.options.wait is not None:
-        statuses = wait_for_new(
-            ctx, {instance: outcome.compute for instance, outcome in moved.items()}, puts_addresses=False
-        )
+        places = {instance: outcome.compute for instance, outcome in moved.items()}
+        statuses = wait_for_new(ctx, places, puts_addresses=False)
     elif moved:
         ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
     if outcomes or not code:
@@ -226,9 +225,6 @@ def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], co
             for key in read_record(record).host_keys if record is not None else ():
                 ctx.out.say(f'{outcome.name or instance}: ssh host key {key}')
     return code or statuses.exit_code
-
-
-# Listings of computes
 
 
 def make_host_listing(hosts: Sequence[Host]) -> Listing:
@@ -265,12 +261,12 @@ def _make_share_columns(classes: Sequence[str]) -> list[Column]:
     return [Column(f'{name} USED/CAPACITY', rank=1 if name in REQUIRED_CLASSES else 3, short=name) for name in classes]
 
 
-def make_move_listing(moves: Sequence[Move], known_computes: Computes) -> Listing:
+def make_move_listing(moves: Sequence[Move], naming: Computes) -> Listing:
     """List guests by name, with the compute where each is, and its new one or why it has none."""
-    called, find_hostname, rows = known_computes.format_name, known_computes.find_hostname, []
+    called, find_hostname, rows = naming.format_name, naming.find_hostname, []
     for move in moves:
         request, old, new = move.guest.request, move.guest.compute, move.candidate and move.candidate.compute
-        name, reason = get_holdings(request).name, known_computes.replace_uuids(move.reason) or None
+        name, reason = get_holdings(request).name, naming.replace_uuids(move.reason) or None
         guest = {'compute': old, 'host': find_hostname(old), 'instance': request.instance, 'name': name}
         place = {'new_compute': new, 'new_host': find_hostname(new or '')}
         fits = {'fits': bool(new) if move.is_known else None, 'reason': reason}
@@ -281,33 +277,33 @@ def make_move_listing(moves: Sequence[Move], known_computes: Computes) -> Listin
 
 
 def make_evacuation_listing(
-    outcomes: Sequence[Evacuated], statuses: Mapping[str, Mapping[str, Any]], known_computes: Computes
+    outcomes: Sequence[Evacuated], statuses: Mapping[str, Mapping[str, Any]], naming: Computes
 ) -> Listing:
     """List evacuated guests by name, with their new instances or why they stay."""
     rows = []
     for old, name, new, compute, reason in sorted(outcomes, key=lambda each: make_sort_key(each.name)):
-        place = {'replaced_by': new or None, 'compute': compute or None, 'host': known_computes.find_hostname(compute)}
-        address, reason = statuses.get(new, {}).get('address'), known_computes.replace_uuids(reason)
-        cells = [name, old, new or None, known_computes.format_name(compute) or None, address, reason or None]
+        place = {'replaced_by': new or None, 'compute': compute or None, 'host': naming.find_hostname(compute)}
+        address, reason = statuses.get(new, {}).get('address'), naming.replace_uuids(reason)
+        cells = [name, old, new or None, naming.format_name(compute) or None, address, reason or None]
         value = {'instance': old, 'name': name, **place, 'address': address, 'reason': reason or None}
         rows.append(Row(cells, value))
     columns = [Column('NAME'), Column('OLD', 2, UUID), Column('INSTANCE', 1, UUID), Column('HOST')]
     return Listing([*columns, Column('ADDRESS', 2), Column('REASON', folds=True)], rows)
 
 
-def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes: Computes) -> Listing:
+def make_absorption_listing(plans: Mapping[str, Sequence[Move]], naming: Computes) -> Listing:
     """List for each compute how many of its guests would fit elsewhere."""
     rows = []
     for compute, moves in plans.items():
-        unplaced = make_move_listing([move for move in moves if move.candidate is None], known_computes).rows
+        unplaced = make_move_listing([move for move in moves if move.candidate is None], naming).rows
         reason = None
         if unplaced:
             name, instance, *_, sentence = unplaced[0].cells
             reason = f'{name or instance}: {sentence}' + (f' ({len(unplaced) - 1} more)' if unplaced[1:] else '')
         counts = {'guests': len(moves), 'fit': len(moves) - len(unplaced)}
         unknown = {'unknown': sum(not move.is_known for move in moves)}
-        named = {'compute': compute, 'host': known_computes.find_hostname(compute)}
-        cells = [known_computes.format_name(compute), *counts.values(), reason]
+        named = {'compute': compute, 'host': naming.find_hostname(compute)}
+        cells = [naming.format_name(compute), *counts.values(), reason]
         rows.append(Row(cells, {**named, **counts, **unknown, 'reason': reason}))
     return Listing([Column('HOST'), Column('GUESTS'), Column('FIT'), Column('REASON', folds=True)], rows)
 
@@ -351,12 +347,11 @@ COMMANDS: Sequence[Command] = (
             parse_any_computes, _list_hosts, LISTING_OPTIONS, (4, 5), example='eschedule hosts hv1'),
     Command('host drain', 'host drain <host>…', 'disable a compute and list its instances',
             'Place no new instances on a compute until `eschedule host enable`, and list the instances there, which '
-            'keep running. The command destroys and moves nothing: the owners of the instances do that. With --stop '
-            'it shuts the guests down, for maintenance.',
+            'keep running. The command destroys and moves nothing: the owners of the instances do that. With --stop it '
+            'shuts the guests down, for maintenance.',
             parse_computes, _change_host_status,
             {**make_wait_options('no instance is on the compute or requested there (with --stop: no guest runs there)'),
-             'stop': '', **DOCUMENT_OPTIONS},
-            (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
+             'stop': '', **DOCUMENT_OPTIONS}, (4, 5, 6), example='eschedule host drain hv1 --wait --timeout 3600'),
     Command('host enable', 'host enable <host>…', 'place new instances on a compute again',
             'Place new instances on a compute again.',
             parse_computes, _change_host_status, {'start': '', **DOCUMENT_OPTIONS}, (4, 5),

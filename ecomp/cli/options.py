@@ -20,23 +20,21 @@ from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, pars
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 # Printed by `top` only.
 PROMETHEUS = 'prometheus'
-
 # Instances of one create, without and with names: each takes one or two of the 128 operations of an etcd transaction.
 MAX_SET_SIZE = 100
 MAX_NAMED_SET_SIZE = 60
-
 # Seconds that --wait and `wait` take at most, unless --timeout is given; then the exit code is 6.
 DEFAULT_WAIT_SECONDS = 300.0
-
 MAX_LOG_LINES = 1_000_000
-
 # Characters of a project's id at most; placement's own limit.
 MAX_PROJECT_LENGTH = 255
-
 SHELLS = ('bash', 'zsh', 'fish')
-
 # The second words of `flavor` and `quota`. A flavor, group or project with such a name would be hidden.
 SUBCOMMANDS = ('set', 'delete')
+Words = tuple[str, ...]
+_INVALID_INSTANCE = (
+    f'not a valid instance. Fix: give a name, a uuid, or at least the first {MIN_PREFIX_DIGITS} digits of a uuid'
+)
 
 
 @contextmanager
@@ -46,12 +44,6 @@ def convert_to_usage_error(subject: str = '') -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(f'{subject}: {error}' if subject else str(error)) from error
-
-
-# The words behind a command
-
-
-Words = tuple[str, ...]
 
 
 def parse_uuid(word: str) -> str:
@@ -90,11 +82,6 @@ def split_user(word: str) -> tuple[str, str]:
     user, at, instance = word.rpartition('@')
     with convert_to_usage_error():
         return check_user(user) if at else '', instance
-
-
-_INVALID_INSTANCE = (
-    f'not a valid instance. Fix: give a name, a uuid, or at least the first {MIN_PREFIX_DIGITS} digits of a uuid'
-)
 
 
 def _parse_instance(word: str, problem: str = _INVALID_INSTANCE) -> str:
@@ -138,7 +125,7 @@ def _normalize_if_uuid(word: str) -> str:
     return _normalize_uuid(word) or word
 
 
-def _make_word_parser(
+def _make_parser(
     min_count: int, max_count: int | None, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
     """Make a parser that requires a number of words, and applies `parse_word` to each.
@@ -155,25 +142,23 @@ def _make_word_parser(
     return parse_words
 
 
-parse_any_instances = _make_word_parser(0, None, '', _parse_instance)
-parse_instances = _make_word_parser(
-    1, None, 'missing argument: one or more instances, by name or uuid', _parse_instance
-)
-parse_one_instance = _make_word_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
-parse_rename = _make_word_parser(
+parse_any_instances = _make_parser(0, None, '', _parse_instance)
+parse_instances = _make_parser(1, None, 'missing argument: one or more instances, by name or uuid', _parse_instance)
+parse_one_instance = _make_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
+parse_rename = _make_parser(
     2, 2, 'needs an instance, and its new name. Try: eschedule {name} web1 web-old', _normalize_if_uuid
 )
-parse_resize = _make_word_parser(
+parse_resize = _make_parser(
     2, 2, "needs an instance, and its amounts. Try: eschedule {name} web1 'resources=VCPU:2'", _normalize_if_uuid
 )
-parse_rebuild = _make_word_parser(1, 2, 'needs an instance, and may have an image', _normalize_if_uuid)
-parse_any_computes = _make_word_parser(0, None, '', _normalize_if_uuid)
-parse_computes = _make_word_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
-parse_host_and_domains = _make_word_parser(1, None, 'missing argument: a host, by name or uuid', _normalize_if_uuid)
-parse_any_names = _make_word_parser(0, None, '')
-parse_names = _make_word_parser(1, None, 'missing argument: one or more {what}s, by name')
-parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
-parse_flavor_and_query = _make_word_parser(
+parse_rebuild = _make_parser(1, 2, 'needs an instance, and may have an image', _normalize_if_uuid)
+parse_any_computes = _make_parser(0, None, '', _normalize_if_uuid)
+parse_computes = _make_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
+parse_host_and_domains = _make_parser(1, None, 'missing argument: a host, by name or uuid', _normalize_if_uuid)
+parse_any_names = _make_parser(0, None, '')
+parse_names = _make_parser(1, None, 'missing argument: one or more {what}s, by name')
+parse_file = _make_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
+parse_flavor_and_query = _make_parser(
     2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
 
@@ -201,9 +186,6 @@ def parse_period(text: str) -> float:
     return float(text[:-1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86400}[text[-1]]
 
 
-# The options
-
-
 class Option(NamedTuple):
     """The row of one option.
 
@@ -221,7 +203,7 @@ class Option(NamedTuple):
     const: str | bool = True
 
 
-def _make_option(usage: str, help: str, **more: Any) -> Option:
+def _make(usage: str, help: str, **more: Any) -> Option:
     words = usage.split()
     flags = tuple(word for word in words if word.startswith('-'))
     return Option(flags, ''.join(words[len(flags) :]), help, **more)
@@ -235,146 +217,123 @@ class Options(NamedTuple):
     """
 
     # fmt: off
-    uuid: Annotated[str | None, _make_option(
-        '--uuid UUID', 'uuid of the new instance or, with --count, of the set. A repeated command with the same uuid '
-        'creates no second instance: it continues the first command, or reports its result. Default: a random '
-        'uuid', parse=parse_uuid)] = None
-    name: Annotated[str | None, _make_option(
-        '--name NAME', 'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. No '
-        'other existing instance can have this name. Commands accept the name instead of the uuid. Default: no '
-        'name')] = None
-    ssh_key: Annotated[Sequence[str] | None, _make_option(
-        '--ssh-key FILE', 'file of OpenSSH public keys that may log in; repeatable, at most 32 KiB in all. Default: '
-        'ssh_keys of schedule.yaml', repeats=True)] = None
-    user_data: Annotated[str | None, _make_option(
+    uuid: Annotated[str | None, _make('--uuid UUID', 'uuid of the new instance or, with --count, of the set. A '
+        'repeated command with the same uuid creates no second instance: it continues the first command, or reports '
+        'its result. Default: a random uuid', parse=parse_uuid)] = None
+    name: Annotated[str | None, _make('--name NAME', 'name of the instance and host name of its guest: 1 to 63 '
+        'lower-case letters, digits and -. No other existing instance can have this name. Commands accept the name '
+        'instead of the uuid. Default: no name')] = None
+    ssh_key: Annotated[Sequence[str] | None, _make('--ssh-key FILE', 'file of OpenSSH public keys that may log in; '
+        'repeatable, at most 32 KiB in all. Default: ssh_keys of schedule.yaml', repeats=True)] = None
+    user_data: Annotated[str | None, _make(
         '--user-data FILE', 'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or one of these '
         'in gzip, at most 256 KiB; - is standard input. Default: user_data of schedule.yaml')] = None
-    size: Annotated[int | None, _make_option(
+    size: Annotated[int | None, _make(
         '--count N', f'create N instances, 1 to {MAX_SET_SIZE}: all of them or none. With --name, N is 1 to '
         f'{MAX_NAMED_SET_SIZE}, and they are named NAME-1, NAME-2, … Default: 1', parse=int)] = None
-    min: Annotated[int | None, _make_option(
+    min: Annotated[int | None, _make(
         '--min M', 'with --count: accept M or more instances if there is no room for N. Default: N', parse=int)] = None
-    flavor: Annotated[str | None, _make_option(
-        '--flavor NAME', 'use the query of this flavor. If you give a query, too, its amounts replace those of the '
-        'flavor, and its other conditions are added')] = None
-    weigh: Annotated[str | None, _make_option(
+    flavor: Annotated[str | None, _make('--flavor NAME', 'use the query of this flavor. If you give a query, too, its '
+        'amounts replace those of the flavor, and its other conditions are added')] = None
+    weigh: Annotated[str | None, _make(
         '--weigh HOW', 'order in which computes with room are tried: spread (the emptiest first), pack (the fullest '
         "first), random, or first (placement's own order). Default: spread", choices=STRATEGIES)] = None
-    on: Annotated[str | None, _make_option(
-        '--on COMPUTE', 'place only on this compute: its host name, uuid, or the first digits of its uuid, '
-        f'{MIN_PREFIX_DIGITS} or more')] = None
-    group: Annotated[str | None, _make_option(
+    on: Annotated[str | None, _make('--on COMPUTE', 'place only on this compute: its host name, uuid, or the first '
+        f'digits of its uuid, {MIN_PREFIX_DIGITS} or more')] = None
+    group: Annotated[str | None, _make(
         '--group GROUP', 'add the instance to this group, whose members are all on one compute, or all on different '
         'ones. The group is created with its first member and removed with its last')] = None
-    policy: Annotated[str | None, _make_option(
+    policy: Annotated[str | None, _make(
         '--policy POLICY', 'policy of the group: affinity (all members on one compute) or anti-affinity (no two on the '
         'same). Required for the first member; a later member with another policy is refused', choices=POLICIES)] = None
     strictness: Annotated[str | None,
-        _make_option('--strict', "make the group's policy a condition: an instance that would break it is refused "
+        _make('--strict', "make the group's policy a condition: an instance that would break it is refused "
             '(exit 3). Default for a new group', const='strict'),
-        _make_option('--soft', "make the group's policy a preference: computes that would break it are tried "
+        _make('--soft', "make the group's policy a preference: computes that would break it are tried "
             'last', const='soft')] = None
-    project: Annotated[str | None, _make_option(
-        '--project ID', 'project that owns the instance and whose quota counts it: 1 to 255 characters. Default: '
-        'project_id of schedule.yaml')] = None
-    queue: Annotated[bool, _make_option(
-        '--queue', 'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
-        'later. Not accepted with a query, --on, --weigh, --count or --min. Default: choose a compute now, and refuse '
-        'the request if no compute has room')] = False
-    wait: Annotated[str | None, _make_option(
-        '--wait [=STAGE]', f"return once the new instances have reached STAGE: {', '.join(STAGES)}; without STAGE, "
-        'addressed. For addressed and later stages, also print the addresses. Default: return once the instances are '
-        'placed')] = None
-    stage: Annotated[str | None, _make_option(
+    project: Annotated[str | None, _make('--project ID', 'project that owns the instance and whose quota counts it: 1 '
+        'to 255 characters. Default: project_id of schedule.yaml')] = None
+    queue: Annotated[bool, _make('--queue', 'put the request into the queue of its --flavor, from which a compute with '
+        'room takes it, now or later. Not accepted with a query, --on, --weigh, --count or --min. Default: choose a '
+        'compute now, and refuse the request if no compute has room')] = False
+    wait: Annotated[str | None, _make('--wait [=STAGE]', 'return once the new instances have reached STAGE: '
+        f"{', '.join(STAGES)}; without STAGE, addressed. For addressed and later stages, also print the addresses. "
+        'Default: return once the instances are placed')] = None
+    stage: Annotated[str | None, _make(
         '--for STAGE', f"stage to wait for: {', '.join(STAGES)}. Default: addressed")] = None
-    timeout: Annotated[float | None, _make_option(
-        '--timeout SECONDS', 'wait at most this long in all, then exit with 6; the operation continues. Default: '
-        f'{DEFAULT_WAIT_SECONDS:.0f}', parse=float)] = None
-    format: Annotated[str | None, _make_option(
+    timeout: Annotated[float | None, _make('--timeout SECONDS', 'wait at most this long in all, then exit with 6; the '
+        f'operation continues. Default: {DEFAULT_WAIT_SECONDS:.0f}', parse=float)] = None
+    format: Annotated[str | None, _make(
         '-f --format FORM', 'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - '
         'for a missing value); top: also prometheus. Default: table', choices=(*FORMS, PROMETHEUS))] = None
-    columns: Annotated[Sequence[str] | None, _make_option(
+    columns: Annotated[Sequence[str] | None, _make(
         '-c --column COLUMN', 'print only this column; repeatable, or several with commas between them. A unique '
         'beginning of its name is enough, in upper or lower case. Default: all', repeats=True)] = None
-    no_header: Annotated[bool, _make_option(
-        '--no-header', 'leave out the headings of a table, of csv or of details')] = False
-    sort: Annotated[str | None, _make_option(
+    no_header: Annotated[bool, _make('--no-header', 'leave out the headings of a table, of csv or of details')] = False
+    sort: Annotated[str | None, _make(
         '--sort COLUMN', 'sort by this column, numbers by value: web-2 before web-10. Default: not sorted')] = None
-    wide: Annotated[bool, _make_option(
-        '--wide', 'print all columns in full. Default: on a terminal uuids are shortened, and columns that do not fit '
-        'are cut or left out; in files and pipes columns are never cut')] = False
-    state: Annotated[Sequence[str] | None, _make_option(
-        '--state STATE', 'list only instances in this state; repeatable, or several with commas between them. --state '
-        'gone works without --all', repeats=True)] = None
-    host: Annotated[str | None, _make_option(
+    wide: Annotated[bool, _make('--wide', 'print all columns in full. Default: on a terminal uuids are shortened, and '
+        'columns that do not fit are cut or left out; in files and pipes columns are never cut')] = False
+    state: Annotated[Sequence[str] | None, _make('--state STATE', 'list only instances in this state; repeatable, or '
+        'several with commas between them. --state gone works without --all', repeats=True)] = None
+    host: Annotated[str | None, _make(
         '--host COMPUTE', 'list only instances on this compute: its uuid or host name')] = None
     view: Annotated[str | None,
-        _make_option('--timeline', 'draw how long each stage of the last boot took', const='timeline'),
-        _make_option('--command', 'print the command that creates the instance again', const='command')] = None
-    all: Annotated[bool, _make_option(
-        '--all', 'list also instances that are gone; their records are kept for a day')] = False
-    foreign: Annotated[bool, _make_option(
-        '--foreign', 'list instead the guests on all hosts that ecomp did not create, as `eschedule adopt HOST` '
-        'does')] = False
-    watch: Annotated[bool, _make_option(
-        '--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')] = False
-    since: Annotated[float | None, _make_option(
+        _make('--timeline', 'draw how long each stage of the last boot took', const='timeline'),
+        _make('--command', 'print the command that creates the instance again', const='command')] = None
+    all: Annotated[bool, _make('--all', 'list also instances that are gone; their records are kept for a day')] = False
+    foreign: Annotated[bool, _make('--foreign', 'list instead the guests on all hosts that ecomp did not create, as '
+        '`eschedule adopt HOST` does')] = False
+    watch: Annotated[bool, _make('--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')] = False
+    since: Annotated[float | None, _make(
         '--since PERIOD', 'print only the events of the last PERIOD: 90s, 15m, 2h or 1d. An event without a time '
         'counts as the next one with a time. Default: all that are kept', parse=parse_period)] = None
-    fenced: Annotated[bool, _make_option(
-        '--fenced', 'confirm that the machine never comes back and that none of its guests runs; release its '
-        'claims')] = False
-    each: Annotated[bool, _make_option(
+    fenced: Annotated[bool, _make('--fenced', 'confirm that the machine never comes back and that none of its guests '
+        'runs; release its claims')] = False
+    each: Annotated[bool, _make(
         '--each', 'with --dry-run: list how many guests of each host would fit elsewhere if it died')] = False
-    restart: Annotated[bool, _make_option(
+    restart: Annotated[bool, _make(
         '--restart', 'reboot the guest, or start it, so that it gets its new size now')] = False
-    include_protected: Annotated[bool, _make_option(
+    include_protected: Annotated[bool, _make(
         '--include-protected', 'also move the instances that are protected. Default: they stay')] = False
-    stop: Annotated[bool, _make_option(
+    stop: Annotated[bool, _make(
         '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`')] = False
-    start: Annotated[bool, _make_option(
+    start: Annotated[bool, _make(
         '--start', 'also start the guests that `eschedule host drain --stop` stopped there')] = False
-    fix: Annotated[bool, _make_option(
-        '--fix', 'repair what is safe to repair: only findings that two audits, a minute apart, both report. Running '
-        'guests are not changed')] = False
-    now: Annotated[bool, _make_option(
+    fix: Annotated[bool, _make('--fix', 'repair what is safe to repair: only findings that two audits, a minute apart, '
+        'both report. Running guests are not changed')] = False
+    now: Annotated[bool, _make(
         '--now', 'have every host look at itself now, twice, and wait for that: at most 10 s')] = False
-    follow: Annotated[bool, _make_option(
+    follow: Annotated[bool, _make(
         '--follow', 'continue with new output of the guest, until Ctrl-C. Short form: -f')] = False
-    lines: Annotated[int | None, _make_option(
+    lines: Annotated[int | None, _make(
         '-n --lines N', 'print only the last N lines. Default: all that are kept', parse=int)] = None
-    accept_new: Annotated[bool, _make_option(
-        '--accept-new', 'if the guest has reported no host keys, accept at your own risk the first one that it shows, '
-        'and only that one from then on')] = False
-    identity: Annotated[str | None, _make_option(
+    accept_new: Annotated[bool, _make('--accept-new', 'if the guest has reported no host keys, accept at your own risk '
+        'the first one that it shows, and only that one from then on')] = False
+    identity: Annotated[str | None, _make(
         '-i --identity FILE', 'private key to log in with. Default: the keys that ssh tries')] = None
-    print_config: Annotated[bool, _make_option(
+    print_config: Annotated[bool, _make(
         '--print-config', 'print entries for ~/.ssh/config, and connect to no guest')] = False
-    dry_run: Annotated[bool, _make_option(
+    dry_run: Annotated[bool, _make(
         '--dry-run', 'print what the command would do, and whether there is room; change nothing')] = False
-    prune: Annotated[bool, _make_option(
-        '--prune', 'destroy the instances of the stack that the file no longer has')] = False
-    replace: Annotated[Sequence[str] | None, _make_option(
+    prune: Annotated[bool, _make('--prune', 'destroy the instances of the stack that the file no longer has')] = False
+    replace: Annotated[Sequence[str] | None, _make(
         '--replace MEMBER', 'destroy and recreate the instances of this member that differ from the file or are in '
         'error, or one of them, such as web/2; repeatable, or several with commas between them', repeats=True)] = None
-    replace_all: Annotated[bool, _make_option(
-        '--replace-all', 'do what --replace does, for all members of the file')] = False
-    resize: Annotated[bool, _make_option(
-        '--resize', 'resize the instances of which only the amounts differ, and keep their disks: see `eschedule '
-        'resize`. The new amounts take effect when a guest starts')] = False
-    destroy_first: Annotated[bool, _make_option(
-        '--destroy-first', 'wait until a replaced instance is gone before its successor is created, if there is no '
-        'room for both. Default: create first')] = False
-    file: Annotated[str | None, _make_option(
+    replace_all: Annotated[bool, _make('--replace-all', 'do what --replace does, for all members of the file')] = False
+    resize: Annotated[bool, _make('--resize', 'resize the instances of which only the amounts differ, and keep their '
+        'disks: see `eschedule resize`. The new amounts take effect when a guest starts')] = False
+    destroy_first: Annotated[bool, _make('--destroy-first', 'wait until a replaced instance is gone before its '
+        'successor is created, if there is no room for both. Default: create first')] = False
+    file: Annotated[str | None, _make(
         '--file FILE', 'destroy the instances of this file, as `eschedule apply` made them')] = None
-    every: Annotated[bool, _make_option('--every', 'select all living instances')] = False
-    yes: Annotated[bool, _make_option('-y --yes', 'destroy without a question; required without a terminal')] = False
-    port: Annotated[int | None, _make_option(
+    every: Annotated[bool, _make('--every', 'select all living instances')] = False
+    yes: Annotated[bool, _make('-y --yes', 'destroy without a question; required without a terminal')] = False
+    port: Annotated[int | None, _make(
         '--port N', 'port of the page, 1 to 65535. Default: any that is free', parse=int)] = None
-    stack: Annotated[str | None, _make_option('--stack STACK', 'list only the instances of this stack')] = None
-    config: Annotated[str | None, _make_option(
-        '--config FILE', 'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, else the first in ./, '
-        '~/.config/ecomp/ or /etc/ecomp/')] = None
+    stack: Annotated[str | None, _make('--stack STACK', 'list only the instances of this stack')] = None
+    config: Annotated[str | None, _make('--config FILE', 'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, '
+        'else the first in ./, ~/.config/ecomp/ or /etc/ecomp/')] = None
     # fmt: on
 
     @property
@@ -461,22 +420,13 @@ def _find_choice_problems(flag: str, text: str, noun: str, choices: Sequence[str
         yield f'{flag}: {problem}. Fix: give one of {", ".join(choices)}'
 
 
-# Parsing a command line
-
-
 # Fields of the options that may replace a command on any line.
 HELP = 'help'
 VERSION = 'version'
 
+_INFO = {HELP: (Option(('-h', '--help'), '', ''),), VERSION: (Option(('--version',), '', ''),)}
 FLAGS: Mapping[str, tuple[str, Option]] = {
-    flag: (field, option)
-    for field, rows in {
-        HELP: [Option(('-h', '--help'), '', '')],
-        VERSION: [Option(('--version',), '', '')],
-        **OPTIONS,
-    }.items()
-    for option in rows
-    for flag in option.flags
+    flag: (field, option) for field, rows in {**_INFO, **OPTIONS}.items() for option in rows for flag in option.flags
 }
 
 # What each number parser expects, for its error message.
@@ -485,13 +435,11 @@ NUMBER_KINDS: Mapping[Callable[[str], Any], str] = {
     float: 'number of seconds',
     parse_period: 'period, as 90s, 15m, 2h or 1d',
 }
-
 MAX_QUOTED_CHARACTERS = 80
-
 _NEGATIVE = r'-\d*\.?\d+'
 
 
-def find_info_option(argv: Sequence[str]) -> str:
+def find_info(argv: Sequence[str]) -> str:
     """Return HELP or VERSION if a word before `--` asks for it, else ''."""
     for word in _cut_before_end_marker(argv):
         flags = _find_flags(word)
@@ -500,7 +448,7 @@ def find_info_option(argv: Sequence[str]) -> str:
     return ''
 
 
-def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
+def parse_line(argv: Sequence[str]) -> tuple[list[str], Options]:
     """Parse a command line without --help and --version into words and options.
 
     Options may stand anywhere before `--`. A unique beginning of a long option is enough.

@@ -41,27 +41,19 @@ def make_filter(ctx: Context) -> RecordFilter:
 
 
 def select_records(
-    ctx: Context,
-    record_filter: RecordFilter,
-    records: Iterable[Record],
-    known_computes: Computes,
-    errors: list[EcompError],
+    ctx: Context, record_filter: RecordFilter, records: Iterable[Record], computes: Computes, errors: list[EcompError]
 ) -> tuple[list[Record], Absences]:
-    """Return the records that pass the filter, and which of their hosts are absent.
-
-    An error of placement is added to `errors`.
-    """
+    """Return the records that pass the filter, and which of their hosts are absent."""
     from ecomp.scheduler.queries.computes import read_absences
 
     candidates = record_filter._replace(states=None).select(records)
     absences = read_absences(
-        ctx.store, lambda: ctx.placement, known_computes, candidates, lambda text: errors.append(EcompError(text))
+        ctx.store, lambda: ctx.placement, computes, candidates, lambda text: errors.append(EcompError(text))
     )
     return record_filter.select(candidates, absences), absences
 
 
 def has_selectors(options: Options) -> bool:
-    """Return whether options select instances."""
     return any(getattr(options, field) not in (None, False) for field in SELECTORS)
 
 
@@ -82,10 +74,7 @@ def sort_records(records: Iterable[Record]) -> list[Record]:
 
 
 def list_selected(ctx: Context) -> list[Record]:
-    """Read the records that the options select, or raise NotFound for none.
-
-    Gone instances are selected only by `destroy --state gone`.
-    """
+    """Read the records that the options select, or raise NotFound for none."""
     from ecomp.scheduler.queries.find import list_records
 
     record_filter = make_filter(ctx)

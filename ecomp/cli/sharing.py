@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ecomp.cli import options
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes
-from ecomp.cli.options import (
-    SUBCOMMANDS,
-    Options,
-    parse_any_names,
-    parse_flavor_and_query,
-    parse_names,
-    parse_nothing,
-    parse_project_and_limits,
-)
 from ecomp.cli.suggestions import suggest_subcommand
 from ecomp.cli.tables import UUID, Column, Listing, Row, make_sort_key
 from ecomp.errors import NotFound
@@ -105,8 +97,8 @@ def _add_hint(ctx: Context, code: int) -> int:
     return code
 
 
-def _find_name_problems(name: str, words: Sequence[str], _: Options) -> Iterator[str]:
-    if words[0] in SUBCOMMANDS:
+def _find_name_problems(name: str, words: Sequence[str], _: options.Options) -> Iterator[str]:
+    if words[0] in options.SUBCOMMANDS:
         yield f'{name}: {words[0]!r} is not a valid name: it is a subcommand. Fix: choose another name'
 
 
@@ -116,7 +108,6 @@ def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], s
 
 
 def make_flavor_listing(flavors: Mapping[str, Flavor]) -> Listing:
-    """List each flavor, and what it requests."""
     rows = []
     for name, flavor in flavors.items():
         resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())
@@ -125,32 +116,30 @@ def make_flavor_listing(flavors: Mapping[str, Flavor]) -> Listing:
     return Listing(columns, rows)
 
 
-def make_image_listing(images: Mapping[str, str], known_computes: Computes, facts: Mapping[str, Facts]) -> Listing:
+def make_image_listing(images: Mapping[str, str], computes: Computes, facts: Mapping[str, Facts]) -> Listing:
     """List images by name, with the living computes that have or may have them."""
     rows = []
     for name, url in images.items():
         image_hash, hosts, names = hash_image(url), list[object](), dict[bool | None, list[str]]()
-        for compute in sorted(known_computes.living):
+        for compute in sorted(computes.living):
             is_cached = facts.get(compute, NO_FACTS).has_image(image_hash)
-            hosts.append({'compute': compute, 'host': known_computes.find_hostname(compute), 'cached': is_cached})
-            names.setdefault(is_cached, []).append(known_computes.format_name(compute))
+            hosts.append({'compute': compute, 'host': computes.find_hostname(compute), 'cached': is_cached})
+            names.setdefault(is_cached, []).append(computes.format_name(compute))
         texts = [join_some(names[True], MAX_HOSTS_IN_CELL)] if True in names else []
         texts += [f'unknown: {join_some(names[None], MAX_HOSTS_IN_CELL)}'] if None in names else []
         rows.append(Row((name, url, '; '.join(texts) or None), {'name': name, 'image': url, 'hosts': hosts}))
     return Listing([Column('NAME'), Column('IMAGE', 1, min_width=20), Column('HOSTS', min_width=20, folds=True)], rows)
 
 
-def make_group_listing(groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str]) -> Listing:
+def make_group_listing(groups: Sequence[Group], computes: Computes, names: Mapping[str, str]) -> Listing:
     """List groups with member counts, and for JSON the `names` of instances by uuid."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
-    values = (_group_to_dict(item, known_computes, names) for item in groups)
+    values = (_group_to_dict(item, computes, names) for item in groups)
     cells = ((item.name, item.rule, len(item.members), len(item.member_counts)) for item in groups)
     return Listing(columns, list(map(Row, cells, values)))
 
 
-def make_member_listing(
-    groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str], is_array: bool
-) -> Listing:
+def make_member_listing(groups: Sequence[Group], naming: Computes, names: Mapping[str, str], is_array: bool) -> Listing:
     """List the members of groups, in JSON those of the first group only unless `is_array`."""
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', min_width=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
@@ -159,23 +148,22 @@ def make_member_listing(
         members = sorted(group.members.items(), key=lambda member: (make_sort_key(names.get(member[0])), member[0]))
         title = f'{group.name}: {group.rule}'
         for uuid, compute in members:
-            cells = (group.name, uuid, names.get(uuid), compute or 'waits', known_computes.find_hostname(compute))
+            cells = (group.name, uuid, names.get(uuid), compute or 'waits', naming.find_hostname(compute))
             rows.append(Row(cells, title=title))
-    values = [_group_to_dict(group, known_computes, names) for group in groups]
+    values = [_group_to_dict(group, naming, names) for group in groups]
     return Listing(columns, rows, values if is_array else values[0])
 
 
-def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
+def _group_to_dict(group: Group, computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
     rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
-        {'instance': uuid, 'name': names.get(uuid), 'compute': on or None, 'host': known_computes.find_hostname(on)}
+        {'instance': uuid, 'name': names.get(uuid), 'compute': on or None, 'host': computes.find_hostname(on)}
         for uuid, on in group.members.items()
     ]
     return {**rule, 'members': members}
 
 
 def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
-    """List quotas, a row for each project."""
     rows = [Row((make_printable(item.project, 100), format_quota(item)), _quota_to_dict(item)) for item in quotas]
     return Listing([Column('PROJECT', min_width=16), Column('USED/LIMIT', min_width=40, folds=True)], rows)
 
@@ -202,36 +190,36 @@ COMMANDS: Sequence[Command] = (
     Command('flavor', 'flavor [NAME…]', 'list flavors, and what each requests',
             'List all flavors, or the given ones, and what each requests. `eschedule flavor set` and `flavor delete` '
             'change them.',
-            parse_any_names, _list_flavors, LISTING_OPTIONS, (4,), example='eschedule flavor small'),
+            options.parse_any_names, _list_flavors, LISTING_OPTIONS, (4,), example='eschedule flavor small'),
     Command('flavor set', "flavor set NAME 'resources=…'", 'store a flavor in etcd, for all users',
             'Store a flavor in etcd, for all users. An existing flavor of the same name is replaced; existing '
             'instances do not change. A flavor is a placement query in quotes, with resources= and optionally '
             'required=, and nothing else.',
-            parse_flavor_and_query, _set_flavor, DOCUMENT_OPTIONS,
+            options.parse_flavor_and_query, _set_flavor, DOCUMENT_OPTIONS,
             example="eschedule flavor set small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'",
             find_problems=_find_name_problems),
     Command('flavor delete', 'flavor delete NAME…', 'remove flavors from etcd',
             'Remove flavors from etcd. Existing instances do not change. Requests in the queue of a removed flavor '
             'wait until the flavor exists again.',
-            parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
+            options.parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
     Command('image', 'image', 'list named images, and which hosts have them',
             'List the names in `images:` of schedule.yaml, their URLs, and the living hosts that have the image in '
             'their caches: an instance there starts without a download. A host reports its cache a few seconds after '
             'it has changed; `unknown:` is before hosts that have more images than they report.',
-            parse_nothing, _list_images, LISTING_OPTIONS, example='eschedule image'),
+            options.parse_nothing, _list_images, LISTING_OPTIONS, example='eschedule image'),
     Command('group', 'group [GROUP…]', 'list groups, or where their members are',
             'List all groups, one a line: name, policy, number of members, and number of computes they are on. For '
             'given groups: the policy, and each member with its compute, or with `waits` if the member is in a queue.',
-            parse_any_names, _list_groups, LISTING_OPTIONS, (4,), example='eschedule group web'),
+            options.parse_any_names, _list_groups, LISTING_OPTIONS, (4,), example='eschedule group web'),
     Command('quota', 'quota [PROJECT…]', 'list the limits of projects and their use',
             'List the projects that have limits, and how much of each limit is used. A project that is not listed is '
             'not limited. For given projects: for each resource class, and for the number of instances, the limit, the '
             'use and what remains (memory in MiB, disk in GiB). `eschedule quota set` changes limits.',
-            parse_any_names, _list_quotas, LISTING_OPTIONS, (4,), example='eschedule quota shop'),
+            options.parse_any_names, _list_quotas, LISTING_OPTIONS, (4,), example='eschedule quota shop'),
     Command('quota set', 'quota set PROJECT CLASS=N…', 'set the limits of a project',
             'Set limits of a project: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or any other '
             'resource class. CLASS=none removes a limit. Other limits do not change. The current use is counted '
             'again; existing instances beyond a new limit are kept.',
-            parse_project_and_limits, _set_quota, DOCUMENT_OPTIONS, (5,),
+            options.parse_project_and_limits, _set_quota, DOCUMENT_OPTIONS, (5,),
             example='eschedule quota set shop VCPU=10 instances=5', find_problems=_find_name_problems),
 )

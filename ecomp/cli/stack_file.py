@@ -33,7 +33,6 @@ MAX_FILE_BYTES = 1024 * 1024
 # Values of the file, once its aliases are replaced.
 MAX_NODES = 10_000
 FROM_CONFIG = 'the default of schedule.yaml'
-
 T = TypeVar('T')
 
 
@@ -142,10 +141,8 @@ class _Reader:
                 origins[name] = FROM_CONFIG
         data = data or config.user_data
         query, flavor_origin = self._read_query(section)
-        key_files = config.ssh_keys if keys is None else keys
-        public_keys = self._read_with(
-            section, 'ssh_keys', lambda: read_ssh_keys(key_files) if key_files else None, None
-        )
+        files = config.ssh_keys if keys is None else keys
+        public_keys = self._read_with(section, 'ssh_keys', lambda: read_ssh_keys(files) if files else None, None)
         texts: Any = {key: section.read(key, yaml.make_text_parser(check), None) for key, check in USER_TEXTS.items()}
         order = replace(
             default.order,
@@ -262,10 +259,7 @@ class _Reader:
 
     @staticmethod
     def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns, or record a mistake of the file and return the default.
-
-        Other errors, such as Unreachable, are raised.
-        """
+        """Return what `read` returns, or record a mistake of the file and return the default."""
         try:
             return read()
         except (EcompError, ValueError) as error:

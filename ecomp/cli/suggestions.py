@@ -15,7 +15,6 @@ FAMILY_WORDS: Mapping[str, Sequence[str]] = {
     first: [name.partition(' ')[2] for name in COMMAND_NAMES if name.startswith(f'{first} ')]
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAMES if ' ' in name)
 }
-
 CREATE_FORM = "create 'resources=…' [IMAGE_URL]"
 DESTROY = 'destroy'
 CLEAR = 'destroy --state gone,error'
@@ -77,7 +76,6 @@ LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a ho
           'flavor delete': ', which deletes the flavor for all users', 'rebuild': ', which deletes the disk',
           'unprotect': ', after which it can be destroyed'}
 # fmt: on
-
 # The similarity, from 0 to 1, that a typing error has to have: `state` is no typing error of `start`.
 MIN_SIMILARITY = 0.82
 

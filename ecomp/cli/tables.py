@@ -111,17 +111,12 @@ _COLOURS = {
     '33': {'queued', 'scheduled', 'building', 'stopped', 'destroying', 'disabled', 'closed'},
     '31': {'error', 'unknown', 'silent', 'orphaned'},
 }
-
-
 # The data of an output, and its style
-
-
 # Kinds of columns. On a terminal a uuid is cut to a unique beginning, a state is coloured, a time is cut to the minute.
 TEXT = 'text'
 UUID = 'uuid'
 STATE = 'state'
 TIME = 'time'
-
 Cell: TypeAlias = str | int | float | None
 
 
@@ -206,7 +201,7 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
         values = [row.value for row in rows]
         return format_document(values if listing.document is None else listing.document, style.form)
     columns = _choose_columns(listing, style)
-    indexes = [listing.columns.index(column) for column in columns]
+    indexes = list(map(listing.columns.index, columns))
     parts: dict[str, list[list[Cell]]] = {} if rows else {'': []}
     for row in rows:
         title = row.title if style.form == TABLE and style.header else ''
@@ -245,9 +240,6 @@ def format_document(value: object, form: str) -> str:
 
         return dump_yaml(value)
     return dump(value, indent=2)
-
-
-# The forms
 
 
 def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:

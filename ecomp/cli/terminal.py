@@ -151,9 +151,7 @@ class Drawing(NamedTuple):
     messages: Sequence[str] = ()
 
 
-def watch(
-    config: EtcdConfig, prefixes: Sequence[str], make_drawing: Callable[[], Drawing], draw: Callable[[str], None]
-) -> None:
+def watch(etcd: EtcdConfig, prefixes: Sequence[str], make: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
     """Draw a table now and after each change below a prefix, until Ctrl-C."""
     from ecomp.store.watch import Follower  # needed only with --watch
 
@@ -171,28 +169,26 @@ def watch(
 
     # An event is only a wake-up; the table is always read in full.
     subscriptions = [(prefix, lambda _: note_change()) for prefix in prefixes]
-    follower = Follower(config, subscriptions, on_lost=lambda error, _: note_change(str(error)), on_back=note_change)
+    follower = Follower(etcd, subscriptions, on_lost=lambda error, _: note_change(str(error)), on_back=note_change)
     follower.start()
     try:
-        redraw(make_drawing, draw, wait)
+        redraw(make, draw, wait)
     finally:
         follower.stop()
 
 
-def redraw(
-    make_drawing: Callable[[], Drawing], draw: Callable[[str], None], wait: Callable[[], str] = lambda: ''
-) -> None:
+def redraw(make: Callable[[], Drawing], draw: Callable[[str], None], wait: Callable[[], str] = lambda: '') -> None:
     """Draw a table now and after each `wait`, until Ctrl-C.
 
     If `wait` returns a reason, or a later drawing is Unreachable, the last drawing stays with that reason below it.
     """
     with suppress(KeyboardInterrupt):
-        drawing, trouble = make_drawing(), ''
+        drawing, trouble = make(), ''
         while True:
             draw(compose_screen(drawing, trouble))
             trouble = wait()
             try:
-                drawing = drawing if trouble else make_drawing()
+                drawing = drawing if trouble else make()
             except Unreachable as error:
                 trouble = str(error)
 

@@ -50,17 +50,8 @@ def wait_and_report(
 
         instance, power = resolve(word)
         with LiveLine() as show_status:
-            wait_state = Wait(
-                ctx.etcd_config,
-                instance,
-                deadline,
-                show_status,
-                instance_index,
-                record_status,
-                print_console,
-                ctx.read_claims,
-                silence,
-            )
+            callbacks = record_status, print_console, ctx.read_claims, silence
+            wait_state = Wait(ctx.etcd_config, instance, deadline, show_status, instance_index, *callbacks)
             record = wait_for_stage(wait_state, stage, power)
         is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
         if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):

@@ -43,9 +43,10 @@ MIN_REMAINING_DAYS = 30
 COMPUTE, SCHEDULER, OPERATOR = roles.USER_PREFIXES
 # Limit of records or computes in a message; `…` stands for the others.
 MAX_LISTED_NAMES = 5
-
 # Extensions of a certificate; each is critical if True.
 Extensions = Sequence[tuple[x509.ExtensionType, bool]]
+PrivateKey = ec.EllipticCurvePrivateKey
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,12 @@ class Cluster:
 class _Authority:
     """The authority, whose `certificate` is None until it has signed its own."""
 
-    key: ec.EllipticCurvePrivateKey
+    key: PrivateKey
     now: datetime
-    say: Callable[[str], None]
+    say: Say
     certificate: x509.Certificate | None = None
 
-    def issue(
-        self, path: Path, name: str, key: ec.EllipticCurvePrivateKey, days: int, extensions: Extensions
-    ) -> x509.Certificate:
+    def issue(self, path: Path, name: str, key: PrivateKey, days: int, extensions: Extensions) -> x509.Certificate:
         """Write a certificate for `key` to `path`, and the key beside it."""
         subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         end = self.now + timedelta(days=days)
@@ -97,9 +96,7 @@ class _Authority:
         return signed
 
 
-def make_certificates(
-    directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, include_others: bool = False
-) -> None:
+def make_certificates(directory: Path, cluster: Cluster, now: datetime, say: Say, include_others: bool = False) -> None:
     """Make the missing or unusable certificates of `cluster`, with tokens and configurations.
 
     A certificate is unusable if it expires within MIN_REMAINING_DAYS of `now` (UTC) or does not fit its key, names or
@@ -125,9 +122,7 @@ def make_certificates(
         raise EcompError(f'{error.filename or directory}: {error.strerror}') from error
 
 
-def _make_all(
-    directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Callable[[str], None]
-) -> None:
+def _make_all(directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Say) -> None:
     authority = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
@@ -140,12 +135,8 @@ def _make_all(
             place = directory / f'{kind}{name}'
             place.mkdir(mode=0o700, exist_ok=True)
             _make_client(place, token, authority)
-            if kind == COMPUTE:
-                _write_configuration(
-                    place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n'
-                )
-            else:
-                _write_configuration(place / 'schedule.yaml', cluster)
+            own = f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n' if kind == COMPUTE else ''
+            _write_configuration(place / ('compute.yaml' if kind == COMPUTE else 'schedule.yaml'), cluster, own)
     if include_others:
         # No new configuration: a new uuid would name another compute.
         for name in (client for kind in roles.USER_PREFIXES for client in list_clients(directory, kind)):
@@ -167,7 +158,7 @@ def _require_uuid(name: str, compute: str, path: Path) -> None:
         raise UsageError(f'{path}: {conflict}. Fix: write `uuid: {compute}` into it')
 
 
-def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Authority:
+def _load_or_make_authority(directory: Path, now: datetime, say: Say) -> _Authority:
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     fix = f'move {directory} away and make all certificates again'
     if certificate.exists():
@@ -177,7 +168,7 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
         except INVALID_CERTIFICATE_ERRORS as error:
             problem = f'{certificate} and {key} are not an authority of elab certs: {error}'
             raise EcompError(f'{problem}. Fix: restore both, or {fix}') from error
-        if not isinstance(private_key, ec.EllipticCurvePrivateKey) or private_key.public_key() != public_key:
+        if not isinstance(private_key, PrivateKey) or private_key.public_key() != public_key:
             problem = f'{key} does not belong to {certificate}, or elab certs did not make it'
             raise EcompError(f'{problem}. Fix: restore both, or {fix}')
         if not authority.not_valid_before_utc <= now < authority.not_valid_after_utc:
@@ -256,7 +247,7 @@ def _is_address(name: str) -> bool:
     return '%' not in name
 
 
-def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') -> None:
+def _write_configuration(path: Path, cluster: Cluster, extra_lines: str) -> None:
     if not path.exists():
         host = cluster.servers[0]
         placement = f'https://{bracket_address(host)}:{cluster.placement_port}'
@@ -269,26 +260,22 @@ def _write_if_changed(path: Path, content: bytes) -> None:
         write_durably(path, content)
 
 
-def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
+def enable_roles(directory: Path, now: datetime, say: Say) -> None:
     """Have etcd restrict each certificate in `directory` to its role."""
-    target_roles = roles.make_roles(
-        _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
-    )
+    schedulers, operators = (list_clients(directory, kind) for kind in (SCHEDULER, OPERATOR))
+    target_roles = roles.make_roles(_read_computes(directory), schedulers, operators)
     with _connect_as_operator(directory) as (accounts, store):
         if warning := cluster_model.describe_vulnerabilities(store.read_version()):
             say(put_before_fix(f'warning: {warning}', '. Roles prevent mistakes in this etcd, but not attacks'))
         current_roles = accounts.read_roles()
-        live_computes = [
-            keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease
-        ]
+        entries = store.snapshot(keys.COMPUTES).entries.values()
+        live_computes = [keys.get_last_part(entry.key) for entry in entries if entry.lease]
         if left_out := roles.list_computes_without_role(live_computes, current_roles, target_roles):
-            fix = (
-                'write the uuid of each, as `uuid: …`, into its compute.yaml in this directory, and repeat the command'
-            )
+            fix = 'write the uuid of each, as `uuid: …`, into its compute.yaml in this directory'
             names = [make_printable(name, 200) for name in left_out[:MAX_LISTED_NAMES]]
             more = ' …' if len(left_out) > MAX_LISTED_NAMES else ''
             problem = f'computes that are alive, but have no certificate in {directory}: {", ".join(names)}{more}'
-            say(f'warning: {problem}. Fix: {fix}')
+            say(f'warning: {problem}. Fix: {fix}, and repeat the command')
         for change in roles.plan_changes(current_roles, target_roles):
             accounts.apply(change)
             say(roles.describe_change(change))
@@ -304,11 +291,10 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
             say(f'users of etcd without a certificate in {directory}: {", ".join(names)}. Fix: {fix}')
 
 
-def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
+def disable_roles(directory: Path, say: Say) -> None:
     """Have etcd allow every certificate everything, and keep its users and roles."""
     with _connect_as_operator(directory) as (accounts, _):
-        was_on = accounts.is_enabled()
-        if was_on:
+        if was_on := accounts.is_enabled():
             accounts.disable()
         result = 'lets every certificate write everything' + ('' if was_on else ', as before')
         say(f'etcd at {accounts.endpoints} {result}; its users and roles remain')

@@ -68,7 +68,6 @@ class LabServer:
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def describe_state(self, process: ServerProcess | None) -> str:
-        """Describe the server for `elab status`."""
         if process is None:
             return 'down'
         return 'ready' if self.is_ready(process) else f'no answer (pid {process.pid})'
@@ -80,12 +79,10 @@ class LabServer:
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
-    def wait(self, process: ServerProcess, signals: Sequence[int] = ()) -> None:
+    def wait(self, child: ServerProcess, signals: Sequence[int] = ()) -> None:
         """Wait until the server is ready or a signal has been received, at most START_SECONDS."""
         try:
-            machine.wait_for(
-                self.name, lambda: bool(signals) or self.is_ready(process), process, self.log, START_SECONDS
-            )
+            machine.wait_for(self.name, lambda: bool(signals) or self.is_ready(child), child, self.log, START_SECONDS)
         except EcompError:
             if not signals:  # the signal that stops us may have ended the server too
                 raise
@@ -245,17 +242,16 @@ def _is_dhcp_ready(process: ServerProcess) -> bool:
     return False
 
 
-# The files of `elab certs` that the servers read, by directory.
-CERTIFICATE_FILES = {
-    'etcd': ('ca.crt', 'server.crt', 'server.key'),
-    'placement': ('ca.crt', 'server.crt', 'server.key', 'token'),
-}
+# The files of `elab certs` that the servers read.
+CERTIFICATE_FILES = [
+    f'{place}/{name}' for place in ('etcd', 'placement') for name in ('ca.crt', 'server.crt', 'server.key')
+]
+CERTIFICATE_FILES += ['placement/token']
+Running = list[tuple[LabServer, ServerProcess]]
 
 
-def run_control(
-    endpoints: Endpoints, service: Service, say: Callable[[str], None], on_ready: Callable[[], None]
-) -> None:
-    """Run etcd and placement until SIGINT or SIGTERM, and call `on_ready` once both answer."""
+def run_control(endpoints: Endpoints, service: Service, say: Callable[[str], None], notify: Callable[[], None]) -> None:
+    """Run etcd and placement until SIGINT or SIGTERM, and call `notify` once both answer."""
     _prepare(endpoints, say)
     is_secure, data = endpoints.certs is not None, endpoints.data.resolve()
     # Not a threading.Event: a handler that interrupts its wait() may wait forever for the lock that wait() holds.
@@ -263,7 +259,7 @@ def run_control(
     with ExitStack() as at_exit:
         for number in (signal.SIGINT, signal.SIGTERM):
             at_exit.callback(signal.signal, number, signal.signal(number, lambda received, _: signals.append(received)))
-        running: list[tuple[LabServer, ServerProcess]] = []
+        running: Running = []
         at_exit.callback(lambda: machine.terminate(process for _, process in running))
         for server in make_servers(replace(endpoints, data=data, certs=endpoints.certs and endpoints.certs.resolve())):
             started_at = time.monotonic()
@@ -274,7 +270,7 @@ def run_control(
             if signals:
                 return
             say(f'{server.name} is ready ({time.monotonic() - started_at:.1f} s)')
-        on_ready()
+        notify()
         service.notify_ready(f'etcd and placement answer at {endpoints.bind}')
         if not is_secure:
             problem = 'without certificates, every user of this machine can write to etcd and placement'
@@ -299,9 +295,7 @@ def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
         _make_certificates(endpoints.certs, endpoints, say)
 
 
-def _watch(
-    running: list[tuple[LabServer, ServerProcess]], endpoints: Endpoints, service: Service, signals: Sequence[int]
-) -> None:
+def _watch(running: Running, endpoints: Endpoints, service: Service, signals: Sequence[int]) -> None:
     certificate_time = _read_certificate_time(endpoints)
     while not signals:
         time.sleep(0.5)
@@ -354,10 +348,9 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
         if (endpoints.etcd_port, endpoints.placement_port) != (ETCD_PORT, PLACEMENT_PORT):
             command += f' --etcd-port {endpoints.etcd_port} --placement-port {endpoints.placement_port}'
         say(f'to make certificates for clients: {command} --compute HOST... --scheduler NAME... --operator NAME...')
-    for subdirectory, names in CERTIFICATE_FILES.items():
-        for name in names:
-            if not os.access(directory / subdirectory / name, os.R_OK):
-                raise UsageError(f'{directory}/{subdirectory}/{name} cannot be read. Try: elab certs {directory}')
+    for name in CERTIFICATE_FILES:
+        if not os.access(directory / name, os.R_OK):
+            raise UsageError(f'{directory}/{name} cannot be read. Try: elab certs {directory}')
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
@@ -370,9 +363,8 @@ def add_default_certs(endpoints: Endpoints) -> Endpoints:
         fix = 'use another address of this machine'
         raise UsageError(f'--bind {endpoints.bind}: a certificate cannot contain an address with a %. Fix: {fix}')
     if address.is_unspecified:
-        raise UsageError(
-            f'--bind {endpoints.bind}: no certificate can be made for this address. Fix: use an address of this machine'
-        )
+        problem = 'no certificate can be made for this address. Fix: use an address of this machine'
+        raise UsageError(f'--bind {endpoints.bind}: {problem}')
     return endpoints if address.is_loopback or endpoints.certs is not None else replace(endpoints, certs=Path('certs'))
 
 

@@ -29,13 +29,12 @@ RCFILE = """\
 [ -r ~/.bashrc ] && . ~/.bashrc
 PS1="({name}) ${{PS1-}}"
 """
+GUEST_IMAGE = Path('images/guest.qcow2')
+LAB_DAEMONS = ('libvirtd', 'ecompute')
 
 
 def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
-    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG.
-
-    The directory of eschedule comes first in PATH.
-    """
+    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG."""
     config = directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
         raise EcompError(f'{config} cannot be read. Try: elab up --name {name}')
@@ -94,10 +93,6 @@ def _make_certificates(lab: AnyLab) -> None:
             os.chown(path, owner, -1, follow_symlinks=False)
 
 
-GUEST_IMAGE = Path('images/guest.qcow2')
-LAB_DAEMONS = ('libvirtd', 'ecompute')
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     log.hold_descriptors()
     options = argparse.Namespace(run=None)
@@ -126,9 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument('--version', action='version', version=f'elab {read_version()}')
     commands = top.add_subparsers(required=True, metavar='COMMAND')
 
-    def add_command(
-        name: str, run: Callable[[argparse.Namespace], int], text: str, has_name: bool = True
-    ) -> argparse.ArgumentParser:
+    def add_command(name: str, run: Callable[[argparse.Namespace], int], text: str, has_name: bool = True) -> Parser:
         subparser = commands.add_parser(name, help=text, description=text)
         subparser.set_defaults(run=run)
         if has_name:
@@ -197,14 +190,10 @@ def _add_certs_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
     _add_ports(parser)
     roles = parser.add_mutually_exclusive_group()
-    for option, text in (
-        (
-            '--enable',
-            'restrict each certificate in DIR to its role in etcd, so that no compute may write the data of another',
-        ),
-        ('--disable', 'no longer enforce roles: every certificate may again write everything in etcd'),
-    ):
-        roles.add_argument(option, action='store_true', help=text)
+    text = 'restrict each certificate in DIR to its role in etcd, so that no compute may write the data of another'
+    roles.add_argument('--enable', action='store_true', help=text)
+    text = 'no longer enforce roles: every certificate may again write everything in etcd'
+    roles.add_argument('--disable', action='store_true', help=text)
 
 
 def _add_ports(parser: argparse.ArgumentParser) -> None:
@@ -256,9 +245,8 @@ def _bring_up_hosts(name: str, options: argparse.Namespace) -> Lab:
         is_new = is_new and not (state.ROOT / name / state.RECORD_NAME).exists()
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.host_count:
-            _print_message(
-                f'lab {name} already has {lab.host_count} hosts, and keeps them until `elab down` removes the lab'
-            )
+            hint = 'and keeps them until `elab down` removes the lab'
+            _print_message(f'lab {name} already has {lab.host_count} hosts, {hint}')
         with machine.undo_on_error((lambda: _remove_lab(name, lab)) if is_new else None):
             _start_lab(lab)
         _provide_image(lab)
@@ -457,9 +445,8 @@ def _remove_lab(name: str, lab: Lab | None) -> None:
 
 def _run_control(options: argparse.Namespace) -> int:
     host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
-    endpoints = control.add_default_certs(
-        control.Endpoints(*_read_ports(options), options.data, options.bind, options.certs)
-    )
+    endpoints = control.Endpoints(*_read_ports(options), options.data, options.bind, options.certs)
+    endpoints = control.add_default_certs(endpoints)
     scheme = 'http' if endpoints.certs is None else 'https'
     addresses = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
     if options.unit:
@@ -483,15 +470,10 @@ def _run_certs(options: argparse.Namespace) -> int:
         raise UsageError('--disable makes no certificates, so it accepts no names. Fix: omit them')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [argument.partition('=') for argument in options.compute]
-    etcd_port, placement_port = _read_ports(options)
+    names = tuple(name for name, _, _ in computes)
+    uuids = {name: compute for name, equals, compute in computes if equals}
     cluster = certs.Cluster(
-        servers=tuple(options.control),
-        computes=tuple(name for name, _, _ in computes),
-        schedulers=tuple(options.scheduler),
-        operators=tuple(options.operator),
-        etcd_port=etcd_port,
-        placement_port=placement_port,
-        uuids={name: compute for name, equals, compute in computes if equals},
+        tuple(options.control), names, tuple(options.scheduler), tuple(options.operator), *_read_ports(options), uuids
     )
     if not options.disable:
         certs.make_certificates(options.directory, cluster, now, _print_message, include_others=not has_names)
@@ -518,9 +500,8 @@ def find_name(options: argparse.Namespace) -> str:
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
-    return machine.hold_lock(
-        state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another `elab` command to end')
-    )
+    text = f'lab {name}: waiting for another `elab` command to end'
+    return machine.hold_lock(state.ROOT / name, lambda: _print_message(text))
 
 
 @contextlib.contextmanager

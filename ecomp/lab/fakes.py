@@ -30,7 +30,6 @@ BOOT_SECONDS = 1
 PROGRAMS = {'etcd': 'etcd-server', 'stunnel4': 'stunnel4'}
 # The packages that --fetch unpacks; stunnel4 needs libwrap0.
 PACKAGES = ('etcd-server', 'stunnel4', 'libwrap0')
-
 COMPUTE_YAML = """\
 # Written once by elab. After a change: `elab kill {name}`, then `elab up`.
 {backends}uuid: {compute}
@@ -137,8 +136,7 @@ def use_fetched_programs() -> None:
 def _require_programs() -> None:
     use_fetched_programs()
     try:
-        modules = ['placement', 'waitress', 'cryptography']
-        machine.require(PROGRAMS, modules)
+        machine.require(PROGRAMS, ['placement', 'waitress', 'cryptography'])
     except UsageError as error:
         if os.geteuid() == 0 or 'missing programs' not in str(error):
             raise

@@ -147,13 +147,8 @@ poweroff -f
 """
 
 PROGRAMS = {
-    'apt-get': 'apt',
-    'dpkg-deb': 'dpkg',
-    'busybox': 'busybox-static',
-    'mformat': 'mtools',
-    'mcopy': 'mtools',
-    'syslinux': 'syslinux',
-    'qemu-img': 'qemu-utils',
+    **{'apt-get': 'apt', 'dpkg-deb': 'dpkg', 'busybox': 'busybox-static', 'mformat': 'mtools', 'mcopy': 'mtools'},
+    **{'syslinux': 'syslinux', 'qemu-img': 'qemu-utils'},
 }
 # Packages that depend on the newest kernel for guests, Debian's first.
 KERNELS = ('linux-image-cloud-amd64', 'linux-image-virtual', 'linux-image-kvm')

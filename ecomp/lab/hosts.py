@@ -27,7 +27,6 @@ START_SECONDS = 90.0  # for libvirtd and for ecompute to become ready; then Ecom
 END_SECONDS = 30.0  # for an ecompute to end after SIGTERM; then it is killed
 LIBVIRT_SECONDS = 10.0  # for each answer of libvirtd; then it counts as frozen
 ETCD_SECONDS = 5.0  # for each answer of etcd; then ecompute counts as absent
-
 # QEMU's user and group in Debian's and Ubuntu's libvirt.
 QEMU_USER = 'libvirt-qemu'
 
@@ -62,7 +61,6 @@ USER_DATA = """\
 #!/bin/sh
 echo "this guest's user-data ran"
 """
-
 # Namespaces confine the lab's guests; AppArmor's profiles do not know its private directories.
 QEMU_CONF = """\
 security_driver = "none"
@@ -100,7 +98,6 @@ class Host:
             machine.start(self._label, command, self.log, record_process=self.lab.record_process)
 
     def wait_ecompute(self) -> None:
-        """Wait until ecompute is ready, at most START_SECONDS."""
         process = self.lab.processes[self._label]
         machine.wait_for(self._label, self.is_ecompute_ready, process, self.log, START_SECONDS)
 
@@ -201,9 +198,8 @@ class LabHost(Host):
         if not (self.directory / 'etc/qemu/networks/autostart/default.xml').is_symlink():
             # Always the same uuid: libvirt accepts another definition of a name only with the first one's.
             network_uuid = uuid.uuid5(uuid.NAMESPACE_URL, f'elab:{self.lab.layout.name}:{self.name}')
-            definition.write_text(
-                render_network_xml(self.lab.layout.get_guest_network(self.name), str(network_uuid)), encoding='utf-8'
-            )
+            xml = render_network_xml(self.lab.layout.get_guest_network(self.name), str(network_uuid))
+            definition.write_text(xml, encoding='utf-8')
             self._run_virsh('net-define', str(definition))
             self._run_virsh('net-autostart', 'default')
         if not self.is_network_active():
@@ -239,9 +235,8 @@ class LabHost(Host):
         return f'ready: {count} guest{"" if count == 1 else "s"}, network {network}'
 
     def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
-        return machine.run(
-            self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words]), timeout_seconds=timeout_seconds
-        )
+        command = self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words])
+        return machine.run(command, timeout_seconds=timeout_seconds)
 
     def reduce_share(self) -> bool:
         """Reduce the inventory to the host's current share, and end ecompute if that changes it."""
@@ -256,12 +251,9 @@ class LabHost(Host):
         return True
 
     def _calculate_share(self) -> dict[str, int]:
-        return divide_resources(
-            os.cpu_count() or 1,
-            os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,
-            shutil.disk_usage(self.lab.directory).free // GIB,
-            self.lab.host_count,
-        )
+        memory_mb = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB
+        free_gb = shutil.disk_usage(self.lab.directory).free // GIB
+        return divide_resources(os.cpu_count() or 1, memory_mb, free_gb, self.lab.host_count)
 
     def _render_compute_yaml(self) -> str:
         text = COMPUTE_YAML.format(

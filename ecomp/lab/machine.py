@@ -28,18 +28,26 @@ from ecomp.lab.network import CONTROL, FENCE_CHAINS, Layout, render_fence_rules
 CONTROL_PROGRAMS = {'etcd': 'etcd-server', 'setpriv': 'util-linux'}
 SECURE_PROGRAMS = {'stunnel4': 'stunnel4'}
 HOST_PROGRAMS = {
-    'ip': 'iproute2',
-    'unshare': 'util-linux',
-    'mount': 'mount',
-    'libvirtd': 'libvirt-daemon-system',
-    'virtlogd': 'libvirt-daemon-system',
-    'virsh': 'libvirt-clients',
-    'qemu-system-x86_64': 'qemu-system-x86',
-    'qemu-img': 'qemu-utils',
-    'dnsmasq': 'dnsmasq-base',
-    'iptables': 'iptables',
-    'ebtables': 'iptables',
+    **{'ip': 'iproute2', 'unshare': 'util-linux', 'mount': 'mount', 'libvirtd': 'libvirt-daemon-system'},
+    **{'virtlogd': 'libvirt-daemon-system', 'virsh': 'libvirt-clients', 'qemu-system-x86_64': 'qemu-system-x86'},
+    **{'qemu-img': 'qemu-utils', 'dnsmasq': 'dnsmasq-base', 'iptables': 'iptables', 'ebtables': 'iptables'},
 }
+# Runs the program when a line arrives, and never if the sender ends first. So no unrecorded server runs.
+RUN_AFTER_LINE = 'read -r _ && exec "$@" </dev/null'
+# Of a server's last lines these name the cause of its end; what follows may be a stack trace.
+CURES = {
+    'no space left|disk is full': 'free space on this disk',
+    'address already in use': 'end the program that uses this port',
+}
+# The private directories of a host, and where they are mounted inside it.
+MOUNTS = {'run': '/run/libvirt', 'lib': '/var/lib/libvirt', 'etc': '/etc/libvirt', 'cache': '/var/cache/libvirt'}
+MOUNTS |= {'log': '/var/log/libvirt'}
+# Run as `sh -c ENTER_SCRIPT name directory command…` in mount and UTS namespaces that no running process has to keep.
+ENTER_SCRIPT = (
+    'set -e; echo "$0" > /proc/sys/kernel/hostname; d=$1; shift; '
+    + ''.join(f'mount --bind "$d/{name}" {target}; ' for name, target in MOUNTS.items())
+    + 'if [ -e "$d/dev/kvm" ]; then mount --bind "$d/dev/kvm" /dev/kvm; fi; exec "$@"'
+)
 
 
 @dataclass(frozen=True)
@@ -90,10 +98,6 @@ def terminate(processes: Iterable[ServerProcess], timeout_seconds: float = 5.0) 
     if running:
         names = ', '.join(f'{process.what} (pid {process.pid})' for process in running)
         raise EcompError(f'still running 10 s after SIGKILL: {names}')
-
-
-# Runs the program when a line arrives, and never if the sender ends first. So no unrecorded server runs.
-RUN_AFTER_LINE = 'read -r _ && exec "$@" </dev/null'
 
 
 def start(
@@ -160,11 +164,9 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
     return result.stdout
 
 
-def wait_for(
-    label: str, is_ready: Callable[[], bool], process: ServerProcess, log: Path, timeout_seconds: float
-) -> None:
+def wait_for(label: str, is_ready: Callable[[], bool], process: ServerProcess, log: Path, seconds: float) -> None:
     """Wait until `is_ready` returns True, and raise EcompError if the process ends."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + seconds
     while True:
         was_ready = is_ready()
         if not is_alive(process):  # even if ready: another process may have answered
@@ -173,17 +175,8 @@ def wait_for(
         if was_ready:
             return
         if time.monotonic() >= deadline:
-            raise EcompError(
-                f'{label} did not answer within {timeout_seconds:.0f} s: {read_last_line(log)} (see {log})'
-            )
+            raise EcompError(f'{label} did not answer within {seconds:.0f} s: {read_last_line(log)} (see {log})')
         time.sleep(0.05)
-
-
-# Of a server's last lines these name the cause of its end; what follows may be a stack trace.
-CURES = {
-    'no space left|disk is full': 'free space on this disk',
-    'address already in use': 'end the program that uses this port',
-}
 
 
 def read_last_line(log: Path) -> str:
@@ -270,32 +263,13 @@ def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
         raise UsageError(f'{"; ".join(problems)}. Fix: {" && ".join(fixes)}')
 
 
-# The private directories of a host, and where they are mounted inside it.
-MOUNTS = {
-    'run': '/run/libvirt',
-    'lib': '/var/lib/libvirt',
-    'etc': '/etc/libvirt',
-    'cache': '/var/cache/libvirt',
-    'log': '/var/log/libvirt',
-}
-
-# Run as `sh -c ENTER_SCRIPT name directory command…` in mount and UTS namespaces that no running process has to keep.
-ENTER_SCRIPT = (
-    'set -e; echo "$0" > /proc/sys/kernel/hostname; d=$1; shift; '
-    + ''.join(f'mount --bind "$d/{name}" {target}; ' for name, target in MOUNTS.items())
-    + 'if [ -e "$d/dev/kvm" ]; then mount --bind "$d/dev/kvm" /dev/kvm; fi; exec "$@"'
-)
-
-
 def ensure_control(layout: Layout) -> None:
     """Make what is missing of the control namespace and of the machine's link and route to it."""
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
-            by, name = route.get('dev', route.get('type')), layout.name
+            by, name, target = route.get('dev', route.get('type')), layout.name, layout.network
             fix = f'remove that route, or run `elab down --name {name}`; then run `elab up --name {name}` again'
-            raise Conflict(
-                f"this machine has another route, by {by}, to the lab's network {layout.network}. Fix: {fix}"
-            )
+            raise Conflict(f"this machine has another route, by {by}, to the lab's network {target}. Fix: {fix}")
     _ensure_namespace(layout, CONTROL)
     space = layout.get_namespace(CONTROL)
     # The bridge of the lab's LAN is in this namespace. On the machine Docker's FORWARD rules would apply to it.

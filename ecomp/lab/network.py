@@ -23,10 +23,8 @@ CONTROL = 'control'
 DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 ETCD_PORT = 2379
 PLACEMENT_PORT = 8080
-
 # The lab's chain for each iptables chain of a host: it filters the traffic from virbr0.
 FENCE_CHAINS = {'INPUT': 'elab-host', 'FORWARD': 'elab-lan'}
-
 # First those that home routers, Docker (172.17/16) and libvirt (192.168.122/24) do not use.
 SECOND_OCTETS = (*range(200, 255), *range(20, 200))
 
@@ -92,7 +90,6 @@ def require_lab_name(name: str) -> str:
 
 
 def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
-    """Choose a 10.N.0.0/16 that overlaps no used network."""
     networks = list(used_networks)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
@@ -159,13 +156,9 @@ def render_fence_rules(layout: Layout) -> str:
     return '\n'.join(('*filter', *chains, *appended, 'COMMIT', ''))
 
 
-def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
+def divide_resources(cores: int, ram_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
     """Return one host's share of cores, memory (MiB) and disk (GiB), at least 4, 512 and 1."""
-    return {
-        'VCPU': max(4, cores // hosts),
-        'MEMORY_MB': max(512, memory_mb // hosts),
-        'DISK_GB': max(1, disk_gb // hosts),
-    }
+    return {'VCPU': max(4, cores // hosts), 'MEMORY_MB': max(512, ram_mb // hosts), 'DISK_GB': max(1, disk_gb // hosts)}
 
 
 def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 MAX_CONNECTIONS = 2000  # concurrent ones; further clients wait
 LOCAL_NAMES = ('localhost', '127.0.0.1', '::1')
-
 # A WSGI application (PEP 3333).
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 

@@ -21,18 +21,9 @@ from typing import Any, ClassVar
 
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.files import get_part_path, read_boot_id, write_durably
-from ecomp.lab import control, machine
+from ecomp.lab import control, machine, network
 from ecomp.lab.control import LOCALHOST, Endpoints, LabServer
 from ecomp.lab.machine import ServerProcess
-from ecomp.lab.network import (
-    CONTROL,
-    ETCD_PORT,
-    PLACEMENT_PORT,
-    Layout,
-    choose_network,
-    parse_routed_networks,
-    render_backends,
-)
 
 FORMAT_VERSION = 2
 ROOT = Path('/var/lib/elab')
@@ -78,7 +69,7 @@ class LabRecord:
         return f'https://{self.address}:{self.placement_port}'
 
     def render_backends(self, certificate: Path) -> str:
-        return render_backends(self.address, self.etcd_port, self.placement, f'{certificate}/')
+        return network.render_backends(self.address, self.etcd_port, self.placement, f'{certificate}/')
 
     @property
     def name(self) -> str:
@@ -118,23 +109,22 @@ class LabRecord:
 
 @dataclass(kw_only=True)
 class Lab(LabRecord):
-    """A lab, with its network."""
-
-    layout: Layout
+    layout: network.Layout
     host_prefix = 'hv'
-    etcd_port: int = ETCD_PORT
-    placement_port: int = PLACEMENT_PORT
+    etcd_port: int = network.ETCD_PORT
+    placement_port: int = network.PLACEMENT_PORT
 
     def __post_init__(self) -> None:
         self.address = str(self.layout.control)
 
     @property
     def servers(self) -> list[LabServer]:
-        return control.make_lab_servers(self.layout, self.directory / CONTROL, self.directory / 'images', self.certs)
+        place = self.directory / network.CONTROL
+        return control.make_lab_servers(self.layout, place, self.directory / 'images', self.certs)
 
     def make_command_prefix(self, place: str) -> list[str]:
         prefix = ['ip', 'netns', 'exec', self.layout.get_namespace(place)]
-        if place == CONTROL:
+        if place == network.CONTROL:
             return prefix
         directory = str(self.directory / place)
         return [*prefix, 'unshare', '--mount', '--uts', 'sh', '-c', machine.ENTER_SCRIPT, place, directory]
@@ -168,14 +158,12 @@ class Lab(LabRecord):
 
 @dataclass(kw_only=True)
 class FakeLab(LabRecord):
-    """A cluster of fakes, with the size of each."""
-
     size: str
     host_prefix = 'fake'
 
     @property
     def servers(self) -> list[LabServer]:
-        data = self.directory / CONTROL
+        data = self.directory / network.CONTROL
         return control.make_servers(Endpoints(self.etcd_port, self.placement_port, data, certs=self.certs))
 
     def render_schedule_yaml(self) -> str:
@@ -203,11 +191,9 @@ def load(name: str, root: Path = ROOT) -> Lab:
         data = json.loads(path.read_text(encoding='utf-8'))
         version = data['version']
         if version != FORMAT_VERSION:
-            raise EcompError(
-                f'{path} has format version {version}, but this elab supports only version {FORMAT_VERSION}. '
-                f'Fix: `elab down --name {name}`, then `elab up --name {name}`'
-            )
-        layout, host_count = Layout(name, IPv4Network(data['network'])), int(data['hosts'])
+            problem = f'{path} has format version {version}, but this elab supports only version {FORMAT_VERSION}'
+            raise EcompError(f'{problem}. Fix: `elab down --name {name}`, then `elab up --name {name}`')
+        layout, host_count = network.Layout(name, IPv4Network(data['network'])), int(data['hosts'])
         return Lab(directory=directory, layout=layout, host_count=host_count, processes=read_processes(data))
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]
@@ -231,17 +217,16 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
         return lab
     directory = ROOT / name
     # A killed write of lab.json leaves its temporary file. Files prepared for a lab are not accepted behind a link.
-    allowed = re.compile(
-        re.escape(get_part_path(Path(RECORD_NAME)).name) + ('' if directory.is_symlink() else f'|{PREPARED_NAMES}')
-    )
+    part = re.escape(get_part_path(Path(RECORD_NAME)).name)
+    allowed = re.compile(part if directory.is_symlink() else f'{part}|{PREPARED_NAMES}')
     # remove_directory() would delete all other files.
     if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
         problem = f'{directory} is not empty, but `elab down` would remove its content'
         raise UsageError(f'{problem}. Fix: move the content away, or make {directory} a link to an empty directory')
     with machine.hold_lock(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
-        used_networks = parse_routed_networks(routes) + [lab.layout.network for lab in list_labs()]
-        layout = Layout(name, choose_network(used_networks))
+        used_networks = network.parse_routed_networks(routes) + [lab.layout.network for lab in list_labs()]
+        layout = network.Layout(name, network.choose_network(used_networks))
         lab = Lab(directory=directory, layout=layout, host_count=host_count or 3)
         lab.save()
     return lab

@@ -14,15 +14,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from ecomp.errors import (
-    ClaimedElsewhere,
-    ConsumerConflict,
-    GenerationConflict,
-    PlacementRefusal,
-    UnknownOutcome,
-    Unreachable,
-    put_before_fix,
-)
+from ecomp import errors
 from ecomp.model.allocation import Allocations, describe_difference, find_compute, parse_allocations, to_wire
 from ecomp.model.choose import Offer
 from ecomp.model.order import Request
@@ -34,6 +26,16 @@ CONSUMER_TYPE = 'INSTANCE'
 # From so many instances on their claims are read concurrently: a read takes 4 ms, most of them in placement.
 MIN_CONCURRENT_READS = 20
 MAX_CONCURRENT_READS = 4
+log = logging.getLogger(__name__)
+# nova's number for provider conflicts; placement itself tries ten times before it answers 409.
+MAX_TRIES = 4
+# Seconds after which a consumer with a generation that holds nothing counts as left behind. Placement creates it in a
+# transaction before its allocations, and if it is killed in between, an invisible consumer of generation 0 remains.
+# Sooner, a claim may be in flight: if that is refused, placement deletes the consumer, with anything it then holds.
+EMPTY_CONSUMER_SECONDS = 3.0
+EMPTY_CONSUMER_PAUSE_SECONDS = 0.25
+# Maximum consumers that are read, checked and released together, so that little time passes in between.
+MAX_RELEASE_BATCH = 20
 
 
 class Requester(NamedTuple):
@@ -58,7 +60,7 @@ def read_candidates(placement: Placement, query: str) -> Offer:
     Disabled providers are left out, unless the query names their trait.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
-        raise PlacementRefusal('the query contains a control character')
+        raise errors.PlacementRefusal('the query contains a control character')
     start = time.monotonic()
     # The part after a # would not be sent: half of the query would be silently lost.
     path = '/allocation_candidates?' + exclude_disabled(query).replace('#', '%23')
@@ -70,9 +72,9 @@ def read_candidates(placement: Placement, query: str) -> Offer:
 
     try:
         return placement.get_parsed(path, parse)
-    except PlacementRefusal as error:
+    except errors.PlacementRefusal as error:
         unknown = '; '.join(filter(None, find_unknown_names(placement, parse_names(query))))
-        raise PlacementRefusal(unknown or str(error)) from error
+        raise errors.PlacementRefusal(unknown or str(error)) from error
 
 
 def read_consumer(placement: Placement, instance: str) -> Consumer:
@@ -96,24 +98,17 @@ def read_consumers(placement: Placement, instances: Collection[str]) -> dict[str
 
 
 def replace_allocations(
-    placement: Placement,
-    instance: str,
-    allocations: Allocations,
-    user_id: str,
-    project_id: str,
-    generation: int | None = None,
+    placement: Placement, instance: str, new: Allocations, user_id: str, project_id: str, generation: int | None = None
 ) -> None:
-    """Replace what an instance holds, in one call, all or nothing.
+    """Replace what an instance holds with `new`, in one call, all or nothing.
 
-    The allocations {} release everything. `generation` is the consumer's as it was read. None means that the instance
-    must hold nothing.
+    {} releases everything. `generation` is the consumer's as it was read. None: the instance must hold nothing.
 
     Raises:
         NoCapacity: another claim was faster.
         GenerationConflict: the consumer has changed, or many claims compete for a provider.
     """
-    body = _make_body(allocations, user_id, project_id, generation)
-    placement.write('PUT', f'/allocations/{instance}', body)
+    placement.write('PUT', f'/allocations/{instance}', _make_body(new, user_id, project_id, generation))
 
 
 def correct_claim(placement: Placement, instance: str, read_request: Callable[[], Request | None]) -> bool:
@@ -138,17 +133,13 @@ def correct_claim(placement: Placement, instance: str, read_request: Callable[[]
 
 
 def replace_set_allocations(
-    placement: Placement,
-    requested_allocations: Mapping[str, Allocations],
-    user_id: str,
-    project_id: str,
-    generations: Mapping[str, int | None],
+    placement: Placement, requested: Mapping[str, Allocations], owner: Requester, generations: Mapping[str, int | None]
 ) -> None:
     """Replace what several instances hold, in one call, all or nothing."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
-    ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))
-    bodies = {name: _make_body(held, user_id, project_id, generations.get(name)) for name, held in ordered}
+    ordered = sorted(requested.items(), key=lambda each: sorted(each[1]))
+    bodies = {name: _make_body(held, *owner, generations.get(name)) for name, held in ordered}
     placement.write('POST', '/allocations', bodies)
 
 
@@ -159,7 +150,7 @@ def release_once(placement: Placement, instance: str, consumer: Consumer) -> boo
     try:
         # A PUT of {} with the generation: a DELETE would also remove a newer claim.
         replace_allocations(placement, instance, {}, consumer.user_id, consumer.project_id, consumer.generation)
-    except GenerationConflict:
+    except errors.GenerationConflict:
         return False
     return True
 
@@ -171,26 +162,8 @@ def read_provider_allocations(placement: Placement, provider: str) -> dict[str, 
 
 
 def _make_body(allocations: Allocations, user_id: str, project_id: str, generation: int | None) -> dict[str, Any]:
-    return {
-        'allocations': to_wire(allocations),
-        'user_id': user_id,
-        'project_id': project_id,
-        'consumer_generation': generation,
-        'consumer_type': CONSUMER_TYPE,
-    }
-
-
-log = logging.getLogger(__name__)
-
-# nova's number for provider conflicts; placement itself tries ten times before it answers 409.
-MAX_TRIES = 4
-# Seconds after which a consumer with a generation that holds nothing counts as left behind. Placement creates it in a
-# transaction before its allocations, and if it is killed in between, an invisible consumer of generation 0 remains.
-# Sooner, a claim may be in flight: if that is refused, placement deletes the consumer, with anything it then holds.
-EMPTY_CONSUMER_SECONDS = 3.0
-EMPTY_CONSUMER_PAUSE_SECONDS = 0.25
-# Maximum consumers that are read, checked and released together, so that little time passes in between.
-MAX_RELEASE_BATCH = 20
+    wire, owner = to_wire(allocations), {'user_id': user_id, 'project_id': project_id}
+    return {'allocations': wire, **owner, 'consumer_generation': generation, 'consumer_type': CONSUMER_TYPE}
 
 
 def claim(
@@ -225,7 +198,7 @@ def claim(
             if progress.lowest_generation > read_min_generation():
                 return
             continue
-        if not progress.remaining_tries and isinstance(error, GenerationConflict):
+        if not progress.remaining_tries and isinstance(error, errors.GenerationConflict):
             raise error
         log.debug('claim for %s: %s', summarize_instances(requested_allocations), error)
         consumers = progress.read_consumers(error)
@@ -234,8 +207,8 @@ def claim(
         check()
         elsewhere = _find_elsewhere(consumers, requested_allocations, movable_instances)
         if elsewhere:
-            raise ClaimedElsewhere(elsewhere)
-        if isinstance(error, UnknownOutcome):
+            raise errors.ClaimedElsewhere(elsewhere)
+        if isinstance(error, errors.UnknownOutcome):
             if progress.is_written(consumers) and progress.lowest_generation + 1 > read_min_generation():
                 return
             if not progress.remaining_tries:
@@ -257,37 +230,37 @@ class _ClaimProgress:
         """The lowest generation of the consumers, as far as this claim knows them."""
         return min(generation or 0 for generation in self._generations.values())
 
-    def write(self) -> UnknownOutcome | GenerationConflict | None:
+    def write(self) -> errors.UnknownOutcome | errors.GenerationConflict | None:
         try:
             if len(self._requested) > 1:
-                replace_set_allocations(self._placement, self._requested, *self._requester, self._generations)
+                replace_set_allocations(self._placement, self._requested, self._requester, self._generations)
             else:
                 ((instance, allocations),) = self._requested.items()
                 generation = self._generations[instance]
                 replace_allocations(self._placement, instance, allocations, *self._requester, generation)
-        except (UnknownOutcome, GenerationConflict) as error:
+        except (errors.UnknownOutcome, errors.GenerationConflict) as error:
             self.remaining_tries -= 1
             return error
         self._generations = {instance: (held or 0) + 1 for instance, held in self._generations.items()}
         return None
 
-    def read_consumers(self, error: UnknownOutcome | GenerationConflict) -> dict[str, Consumer]:
+    def read_consumers(self, error: Exception) -> dict[str, Consumer]:
         try:
             return {instance: read_consumer(self._placement, instance) for instance in self._requested}
-        except Unreachable as failure:
-            if isinstance(error, GenerationConflict):
+        except errors.Unreachable as failure:
+            if isinstance(error, errors.GenerationConflict):
                 raise
             doubt = f'; it is unknown whether {summarize_instances(self._requested)} holds its claim'
-            raise UnknownOutcome(put_before_fix(str(failure), doubt)) from failure
+            raise errors.UnknownOutcome(errors.put_before_fix(str(failure), doubt)) from failure
 
     def is_written(self, consumers: Mapping[str, Consumer]) -> bool:
         sent = self._generations
         return all(_is_own_claim(consumers[name], self._requested[name], sent[name]) for name in sent)
 
-    def prepare_next(self, consumers: Mapping[str, Consumer], error: UnknownOutcome | GenerationConflict) -> None:
+    def prepare_next(self, consumers: Mapping[str, Consumer], error: Exception) -> None:
         """Choose the generations of the next write, and wait before it."""
         current = {instance: held.generation for instance, held in consumers.items()}
-        if isinstance(error, ConsumerConflict) and current == self._generations and None in current.values():
+        if isinstance(error, errors.ConsumerConflict) and current == self._generations and None in current.values():
             # The consumers are unchanged, and still one of them is not as it looks: it was left empty.
             if len(self._requested) > 1:
                 raise error
@@ -304,12 +277,10 @@ class _ClaimProgress:
 
 
 def _find_elsewhere(
-    consumers: Mapping[str, Consumer], requested_allocations: Mapping[str, Allocations], movable: Container[str]
+    consumers: Mapping[str, Consumer], requested: Mapping[str, Allocations], movable: Container[str]
 ) -> dict[str, str]:
     places = {name: find_compute(held.allocations) for name, held in consumers.items() if name not in movable}
-    return {
-        name: place for name, place in places.items() if place not in ('', find_compute(requested_allocations[name]))
-    }
+    return {name: place for name, place in places.items() if place not in ('', find_compute(requested[name]))}
 
 
 def release(

@@ -14,29 +14,17 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from ecomp import errors
 from ecomp.conf import PlacementConfig
-from ecomp.errors import (
-    Conflict,
-    ConsumerConflict,
-    EcompError,
-    GenerationConflict,
-    NoCapacity,
-    NotFound,
-    PlacementRefusal,
-    UnknownOutcome,
-    Unreachable,
-)
 from ecomp.metrics import TALLY
 from ecomp.model.json_object import is_utf8_text
 from ecomp.placement.http_client import DEFAULT_LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
 
 # More than placement can answer, which multiplies 2**31 by a single-precision ratio; a float holds its square.
 MAX_NUMBER = 10**50
-
 # Maximum commas and brackets of an answer that is parsed: each may become an object of up to 230 bytes. Ten thousand
 # candidates with 150 traits each have 1.8 million.
 MAX_ANSWER_PARTS = 2_000_000
-
 # Errors from taking an answer of another shape apart: each means that the answer is not placement's.
 PARSE_ERRORS = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
@@ -80,21 +68,14 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
-
-
 # Seconds to connect, and between two bytes of an answer.
 TIMEOUTS_SECONDS = (3.05, 30.0)
-
 # Seconds that an answer may take, and a callback for a slower one: it gets placement's name and the seconds, in a
 # thread of its own.
 SlowAnswerReport = tuple[float, Callable[[str, float], None]]
-
 Extracted = TypeVar('Extracted')
-
 # Maximum characters of placement's error detail.
 MAX_DETAIL_CHARACTERS = 900
-
-
 # The beginning of each 400's detail, and of its part for placement's developers. Both are cut off if more remains.
 DETAIL_PREAMBLE = 'The server could not comply with the request since it is either malformed or otherwise incorrect.'
 DETAIL_SCHEMA_START = 'Failed validating'
@@ -136,7 +117,7 @@ class Placement(Connections):
 
     def get(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path, which includes the query."""
-        answer = self._send('GET', path, None, Unreachable)
+        answer = self._send('GET', path, None, errors.Unreachable)
         try:
             return parse_object(answer.content)
         except ValueError as error:
@@ -152,7 +133,7 @@ class Placement(Connections):
 
     def read_server_info(self) -> ServerInfo:
         """Read placement's newest microversion and clock, for which it needs no database."""
-        answer = self._send('GET', '/', None, Unreachable)
+        answer = self._send('GET', '/', None, errors.Unreachable)
         try:
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
         except (*PARSE_ERRORS, IndexError) as error:
@@ -167,19 +148,19 @@ class Placement(Connections):
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         """Send a POST, PUT or DELETE once, with `body` as JSON."""
-        answer = self._send(method, path, body, UnknownOutcome)
+        answer = self._send(method, path, body, errors.UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
-            raise self.make_foreign_error(UnknownOutcome)
+            raise self.make_foreign_error(errors.UnknownOutcome)
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, loss: type[errors.Unreachable]) -> Answer:
         with TALLY.measure('placement'), self._report_if_slow():
-            answer = self.send(method, path, body, no_answer_error)
+            answer = self.send(method, path, body, loss)
             # A proxy's welcome page is a 200 as well, and confirms no claim.
             is_json = answer.headers.get('content-type', '').startswith('application/json')
             if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):
                 return answer
-            raise self._make_error(answer, no_answer_error)
+            raise self._make_error(answer, loss)
 
     @contextmanager
     def _report_if_slow(self) -> Iterator[None]:
@@ -195,7 +176,7 @@ class Placement(Connections):
         finally:
             timer.cancel()
 
-    def _make_error(self, answer: Answer, no_answer_error: type[Unreachable]) -> EcompError:
+    def _make_error(self, answer: Answer, no_answer_error: type[errors.Unreachable]) -> errors.EcompError:
         status = answer.status_code
         if status >= 500:
             return no_answer_error(f'{self.name} returned HTTP {status} (see its log)', self.name)
@@ -211,19 +192,20 @@ class Placement(Connections):
             is_secured = self.endpoint.startswith('https:') and status in (400, 401, 403)
             settings = 'token_file, cert_cert and `placement:`' if is_secured else '`placement:`'
             why = f'returned HTTP {status}, but not as placement does ({settings} may be wrong)'
-            return Unreachable(f'{self.endpoint} {why}', self.name)
+            return errors.Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
             reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
-            return PlacementRefusal(f'placement refuses the request: {reason or detail}')
+            return errors.PlacementRefusal(f'placement refuses the request: {reason or detail}')
         if status == 404:
-            return NotFound(detail)
+            return errors.NotFound(detail)
         if status == 409:
             if code == 'placement.concurrent_update':
                 # placement has one code for providers and consumers; the texts are in its handlers/util.py.
-                return (ConsumerConflict if 'consumer generation' in detail else GenerationConflict)(detail)
+                of_consumer = 'consumer generation' in detail
+                return errors.ConsumerConflict(detail) if of_consumer else errors.GenerationConflict(detail)
             if code in ('placement.duplicate_name', 'placement.inventory.inuse', 'placement.resource_provider.inuse'):
-                return Conflict(detail)
-            return NoCapacity(detail)
+                return errors.Conflict(detail)
+            return errors.NoCapacity(detail)
         if status == 406:
-            return EcompError(f'placement at {self.endpoint} is too old: ecomp needs microversion {MICROVERSION}')
-        return EcompError(f'placement at {self.endpoint} returned HTTP {status}: {detail}')
+            return errors.EcompError(f'{self.name} is too old: ecomp needs microversion {MICROVERSION}')
+        return errors.EcompError(f'{self.name} returned HTTP {status}: {detail}')

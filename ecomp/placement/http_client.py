@@ -22,28 +22,21 @@ from ecomp.model import allocation
 from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
 
 MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
-
 MAX_IDLE_CONNECTIONS = 16
-
 HEADERS = {
     'openstack-api-version': f'placement {MICROVERSION}',
     'accept': 'application/json',
     # A compressed answer could be a thousand times as long.
     'accept-encoding': 'identity',
 }
-
 # Characters of a path and its query that are sent unquoted, besides letters and digits; `%` begins a quoted one.
 SAFE_CHARACTERS = "!$&'()*+,;=:@/?~%-._"
-
 READ_BYTES = 65536
-
 # Seconds that idle connections are kept: more than a minute, in which each compute sends one request, and less than the
 # time after which a firewall on the path silently forgets them.
 MAX_IDLE_SECONDS = 90.0
-
 # Seconds before a read is sent for the second and third time, give or take a fifth. A write is sent once.
 RETRY_PAUSES_SECONDS = (0.0, 0.5)
-
 # Statuses of a proxy to which placement does not answer: reads are sent again.
 BUSY_STATUSES = (502, 503, 504)
 
@@ -58,8 +51,6 @@ class Answer(NamedTuple):
 
 # A socket's timeout is per read, and http.client has no limit of bytes: a server that sends a byte a second, or never
 # stops, would block a thread or fill the memory. So each read of an answer, headers included, checks both limits.
-
-
 class AnswerLimits(NamedTuple):
     """The maximum bytes of an answer, and the maximum seconds of a call with its retries."""
 

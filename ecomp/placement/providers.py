@@ -26,15 +26,14 @@ from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check
 MAX_TRIES = 60
 # Maximum seconds between two tries. Of two writers without a pause one may lose every time.
 MAX_PAUSE_SECONDS = 0.05
-
 Parsed = TypeVar('Parsed')
+TRAITS = 'traits'
+AGGREGATES = 'aggregates'
+Names = frozenset[str]
 
 
 def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
-    return {
-        name: Room(check_integer(amounts['capacity']), check_integer(amounts['used']))
-        for name, amounts in resources.items()
-    }
+    return {name: Room(check_integer(row['capacity']), check_integer(row['used'])) for name, row in resources.items()}
 
 
 def ensure_provider(placement: Placement, provider: str) -> bool:
@@ -58,14 +57,11 @@ def read_generation(placement: Placement, provider: str) -> int:
     return placement.get_parsed(f'/resource_providers/{provider}', lambda data: check_integer(data['generation']))
 
 
-def list_providers(
-    placement: Placement, parse: Callable[[Mapping[str, Any]], Parsed], query: str = ''
-) -> dict[str, Parsed]:
+def list_providers(placement: Placement, parse: Callable[[Any], Parsed], query: str = '') -> dict[str, Parsed]:
     """Return {uuid: `parse` of its row} of the providers that match a query."""
-    path = '/resource_providers' + (query and f'?{query}')
-    return placement.get_parsed(
-        path, lambda data: {check_text(row['uuid']): parse(row) for row in data['resource_providers']}
-    )
+    key = 'resource_providers'
+    path = f'/{key}' + (query and f'?{query}')
+    return placement.get_parsed(path, lambda data: {check_text(row['uuid']): parse(row) for row in data[key]})
 
 
 def set_inventory(
@@ -112,10 +108,8 @@ def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
 
 def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
     """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
-    path = f'/resource_providers/{provider}/inventories'
-    return placement.get_parsed(
-        path, lambda data: {check_text(k): _parse_inventory(v) for k, v in data['inventories'].items()}
-    )
+    path, key = f'/resource_providers/{provider}/inventories', 'inventories'
+    return placement.get_parsed(path, lambda data: {check_text(k): _parse_inventory(v) for k, v in data[key].items()})
 
 
 def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
@@ -228,12 +222,6 @@ def _parse_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields.get('step_size', 1) < 1:
         raise ValueError('step_size is less than 1')
     return dict(fields)
-
-
-TRAITS = 'traits'
-AGGREGATES = 'aggregates'
-
-Names = frozenset[str]
 
 
 def read_names(placement: Placement, provider: str, kind: str) -> Names:

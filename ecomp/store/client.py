@@ -13,16 +13,8 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ecomp import errors
 from ecomp.conf import EtcdConfig
-from ecomp.errors import (
-    EcompError,
-    GenerationConflict,
-    NoSpace,
-    StrangeEtcd,
-    UnknownOutcome,
-    Unreachable,
-    put_before_fix,
-)
 from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
@@ -33,8 +25,23 @@ from ecomp.store import messages
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
 from ecomp.store.messages import Delete, Exists, Put, Touch, Unchanged, encode_key
 
+if TYPE_CHECKING:
+    from ecomp.model.host import ConsumerLookup
+    from ecomp.store.http2_client import WatchStream
+
 # What others import from here, as the messages are this package's own.
 __all__ = ['Delete', 'Exists', 'Put', 'Touch', 'Unchanged']
+Result = TypeVar('Result')
+Conditions = Sequence[Unchanged | Exists]
+Writes = Sequence[Put | Delete]
+# Seconds that a commit waits for a new fence after its fence did not hold.
+FENCE_RENEWAL_SECONDS = 1.0
+# Seconds between two looks for the new fence.
+FENCE_POLL_SECONDS = 0.01
+# Tries to read, and to fence, a transaction whose answer was lost.
+MAX_SETTLE_TRIES = 3
+# Maximum number of operations in a transaction: etcd's own --max-txn-ops.
+MAX_TRANSACTION_OPERATIONS = 128
 
 
 class Guard:
@@ -63,7 +70,7 @@ class Guard:
 
     def raise_if_refused(self) -> None:
         if self._refusal:
-            raise StrangeEtcd(self._refusal)
+            raise errors.StrangeEtcd(self._refusal)
 
     def accept_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
         """Learn from a linearizable reply, or refuse its etcd as a foreign one."""
@@ -95,7 +102,7 @@ class Guard:
             identity = decode(cluster.ClusterIdentity, value).identity
         except ValueError as error:
             malformed = f'etcd at {endpoints}: {keys.CLUSTER} is malformed: {error}'
-            raise EcompError(f'{malformed}. Fix: etcdctl del {keys.CLUSTER}') from error
+            raise errors.EcompError(f'{malformed}. Fix: etcdctl del {keys.CLUSTER}') from error
         with self._lock:
             current = self.known_cluster
             # It knows nothing older than now of this etcd.
@@ -118,30 +125,11 @@ class Guard:
             listeners = list(self._refusal_listeners) if is_first else []
         for callback in listeners:
             callback(text)
-        raise StrangeEtcd(text)
+        raise errors.StrangeEtcd(text)
 
 
 def describe_user() -> str:
     return f'{os.environ.get("USER") or os.getuid()}@{socket.gethostname()}'
-
-
-Result = TypeVar('Result')
-
-
-if TYPE_CHECKING:
-    from ecomp.model.host import ConsumerLookup
-    from ecomp.store.http2_client import WatchStream
-
-# Seconds that a commit waits for a new fence after its fence did not hold.
-FENCE_RENEWAL_SECONDS = 1.0
-# Seconds between two looks for the new fence.
-FENCE_POLL_SECONDS = 0.01
-
-# Tries to read, and to fence, a transaction whose answer was lost.
-MAX_SETTLE_TRIES = 3
-
-# Maximum number of operations in a transaction: etcd's own --max-txn-ops.
-MAX_TRANSACTION_OPERATIONS = 128
 
 
 @dataclass(frozen=True)
@@ -175,7 +163,7 @@ class Fence(NamedTuple):
     on_broken: Callable[[], None]
     delete_condition: Unchanged | None = None
 
-    def select_condition(self, operations: Sequence[Put | Delete]) -> Unchanged:
+    def select_condition(self, operations: Writes) -> Unchanged:
         if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.delete_condition
         return self.condition
@@ -209,15 +197,8 @@ class Evidence(NamedTuple):
     can_land: bool
     has_changed: bool
 
-    @property
-    def proves_refusal(self) -> bool:
-        """True if a full etcd, which refused the transaction, has not committed it nevertheless."""
-        return self.is_refuted or not self.has_changed
 
-
-def find_evidence(
-    conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], entries: Mapping[str, Entry]
-) -> Evidence:
+def find_evidence(conditions: Conditions, operations: Writes, entries: Mapping[str, Entry]) -> Evidence:
     """Return what the keys of a transaction, all read at one revision, prove about it."""
     revisions = {key: entry.revision for key, entry in entries.items()}
 
@@ -285,14 +266,12 @@ class Store:
         reply = self._read(messages.Range(encode_key(key)), about=(key,))
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
-    def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
+    def read(self, all_keys: Sequence[str]) -> dict[str, Entry]:
         """Return {key: Entry} of those keys that exist, all read at one revision."""
         entries_by_key: dict[str, Entry] = {}
         start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
-        while start < len(requested_keys):
-            ranges = [
-                messages.Range(encode_key(key), revision=revision) for key in requested_keys[start : start + count]
-            ]
+        while start < len(all_keys):
+            ranges = [messages.Range(encode_key(key), revision=revision) for key in all_keys[start : start + count]]
             try:
                 reply = self._read(messages.Transaction(success=ranges))
             except AnswerTooLong:
@@ -340,12 +319,10 @@ class Store:
         key = encode_key(prefix)
         return int(self._read(messages.Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
 
-    def has_changed(self, prefix: str, since_revision: int) -> bool:
-        """Return whether an existing key of a prefix was written at `since_revision` or later."""
+    def has_changed(self, prefix: str, revision: int) -> bool:
+        """Return whether an existing key of a prefix was written at `revision` or later."""
         key = encode_key(prefix)
-        request = messages.Range(
-            key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=since_revision
-        )
+        request = messages.Range(key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=revision)
         return bool(self._read(request, about=(prefix,)).kvs)
 
     def read_revision(self) -> int:
@@ -354,11 +331,7 @@ class Store:
         return int(reply.header.revision)
 
     def commit(
-        self,
-        conditions: Sequence[Unchanged | Exists],
-        operations: Sequence[Put | Delete],
-        settlement: Settlement | None = None,
-        use_fence: bool = True,
+        self, conditions: Conditions, operations: Writes, settlement: Settlement | None = None, use_fence: bool = True
     ) -> int | None:
         """Carry out all operations if all conditions hold, and return the new revision, else None.
 
@@ -375,15 +348,12 @@ class Store:
             fence = self.fence if use_fence else None
             fencing = [fence.select_condition(operations)] if fence else []
             compared = [*conditions, *fencing]
-            request = messages.Transaction(
-                compared,
-                operations,
-                [messages.Range(encode_key(condition.key), keys_only=True) for condition in fencing],
-            )
+            reads = [messages.Range(encode_key(condition.key), keys_only=True) for condition in fencing]
+            request = messages.Transaction(compared, operations, reads)
             try:
                 send = self._write if operations else self._read
                 reply = send(request, about=[operation.key for operation in operations])
-            except (UnknownOutcome, NoSpace) as error:
+            except (errors.UnknownOutcome, errors.NoSpace) as error:
                 return self._settle(conditions, compared, operations, settlement, error)
             if reply.succeeded:
                 return int(reply.header.revision)
@@ -399,32 +369,32 @@ class Store:
         while self.fence is broken and time.monotonic() < deadline:
             time.sleep(FENCE_POLL_SECONDS)
         if time.monotonic() >= deadline:
-            raise Unreachable(f'{key} expired or was changed: nothing is written until ecompute restores it')
+            raise errors.Unreachable(f'{key} expired or was changed: nothing is written until ecompute restores it')
 
     def _settle(
         self,
-        conditions: Sequence[Unchanged | Exists],
-        compared: Sequence[Unchanged | Exists],
-        operations: Sequence[Put | Delete],
+        conditions: Conditions,
+        compared: Conditions,
+        operations: Writes,
         settlement: Settlement | None,
-        error: UnknownOutcome | NoSpace,
+        error: errors.UnknownOutcome | errors.NoSpace,
     ) -> int | None:
         """Find out what became of a transaction without an answer, or refused by a full etcd."""
         # etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace
         # and writes nevertheless, as for all writes in flight then. https://github.com/etcd-io/etcd/issues/16659
         doubt = settlement.doubt if settlement else f'{operations[0].key} was changed'
         clause = f'; it is unknown whether {doubt}' if doubt else ''
-        unknown = UnknownOutcome(put_before_fix(str(error), clause), error.backend)
+        unknown = errors.UnknownOutcome(errors.put_before_fix(str(error), clause), error.backend)
         for _ in range(MAX_SETTLE_TRIES):
             try:
                 entries = self.read(list({each.key: None for each in (*compared, *operations)}))
-            except EcompError as failure:
+            except errors.EcompError as failure:
                 raise unknown from failure
             evidence = find_evidence(compared, operations, entries)
             if evidence.revision:
                 return evidence.revision
-            if isinstance(error, NoSpace) and evidence.proves_refusal:
-                raise error
+            if isinstance(error, errors.NoSpace) and (evidence.is_refuted or not evidence.has_changed):
+                raise error  # it was not committed nevertheless
             if evidence.is_refuted and not evidence.can_land:
                 # What the caller compares may still hold: then only the store's fence was replaced or has expired.
                 is_allowed = find_evidence(conditions, operations, entries).can_land
@@ -432,7 +402,7 @@ class Store:
             if settlement is None:
                 break
             fence = settlement.fence
-            if fence is None or not evidence.can_land or isinstance(error, NoSpace):
+            if fence is None or not evidence.can_land or isinstance(error, errors.NoSpace):
                 return settlement.find_commit(entries)
             # This condition never comes true again, once the fence has changed the key.
             lasting = [each for each in conditions if isinstance(each, Unchanged) and each.revision]
@@ -443,10 +413,10 @@ class Store:
                 return None
         raise unknown from error
 
-    def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Sequence[Put | Delete]) -> bool:
+    def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Writes) -> bool:
         """Carry out `fence`, and return whether that proves that `operations` were not committed."""
         # Without an answer to this, too, the next read shows whether the key has changed.
-        with suppress(EcompError):
+        with suppress(errors.EcompError):
             request = messages.Transaction([condition], [fence])
             is_done = self._write(request, [fence.key]).succeeded
             return is_done and any(operation.key == fence.key for operation in operations)  # it would have changed it
@@ -475,7 +445,7 @@ class Store:
         """
         try:
             self._read(messages.Revoke(lease), linearizable=False)
-        except EcompError as error:
+        except errors.EcompError as error:
             if getattr(error.__cause__, 'code', '') != messages.NOT_FOUND:
                 raise
 
@@ -506,14 +476,13 @@ class Store:
         self._connection.close()
 
     def _read(self, request: messages.Request, linearizable: bool = True, about: Sequence[str] = ()) -> Any:
-        return self._ask(request, Unreachable, linearizable, about)
+        return self._ask(request, False, linearizable, about)
 
     def _write(self, request: messages.Request, about: Sequence[str]) -> Any:
-        return self._ask(request, UnknownOutcome, True, about)
+        return self._ask(request, True, True, about)
 
-    def _ask(
-        self, request: messages.Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
-    ) -> Any:
+    def _ask(self, request: messages.Request, is_write: bool, linearizable: bool, about: Sequence[str]) -> Any:
+        no_answer_error = errors.UnknownOutcome if is_write else errors.Unreachable
         guard = self._guard if linearizable else None
         if guard is not None:
             guard.raise_if_refused()
@@ -526,7 +495,7 @@ class Store:
 
 
 def retry_until_committed(
-    attempt: Callable[[], Result | None], lost_error: EcompError, max_tries: int, max_pause_seconds: float = 0
+    attempt: Callable[[], Result | None], lost_error: errors.EcompError, max_tries: int, max_pause_seconds: float = 0
 ) -> Result:
     """Call `attempt`, which reads, decides and writes, until it returns a result.
 
@@ -539,9 +508,9 @@ def retry_until_committed(
         try:
             if (result := attempt()) is not None:
                 return result
-        except GenerationConflict:
+        except errors.GenerationConflict:
             pass
-        except UnknownOutcome:
+        except errors.UnknownOutcome:
             if not remaining_tries:
                 raise
         if max_pause_seconds and remaining_tries:
@@ -564,14 +533,10 @@ def parse_entry(kv: Any) -> Entry:
 
 
 def _is_written(put: Put, entry: Entry | None, revision: int) -> bool:
-    return (
-        entry is not None
-        and entry.revision == revision
-        and (entry.value, entry.lease) == (put.value.encode(), put.lease)
-    )
+    return entry is not None and (entry.revision, entry.value, entry.lease) == (revision, put.value.encode(), put.lease)
 
 
-def _is_invalidated_by(condition: Unchanged | Exists, operations: Sequence[Put | Delete]) -> bool:
+def _is_invalidated_by(condition: Unchanged | Exists, operations: Writes) -> bool:
     kinds = {type(operation) for operation in operations if operation.key == condition.key}
     if isinstance(condition, Exists):
         return Delete in kinds

@@ -21,6 +21,8 @@ MIN_PAGE_KEYS = 10
 # Maximum keys of a page without values. Long pages are cheaper: etcd counts all keys of the range for each page.
 MAX_PAGE_KEYS_WITHOUT_VALUES = 5000
 TARGET_PAGE_BYTES = 4 * 1024**2
+# Seconds between two tries while etcd has no leader or its roles change; also the shortest timeout of a call.
+MIN_INTERVAL_SECONDS = 0.2
 
 
 class AnswerTooLong(EcompError):
@@ -29,9 +31,8 @@ class AnswerTooLong(EcompError):
 
 def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
     """Yield the pages of the keys from `start` to before `end`, one or more, at one revision."""
-    limit, max_limit, revision = (
-        (MAX_PAGE_KEYS, MAX_PAGE_KEYS_WITHOUT_VALUES, 0) if keys_only else (MIN_PAGE_KEYS, MAX_PAGE_KEYS, 0)
-    )
+    sizes = (MAX_PAGE_KEYS, MAX_PAGE_KEYS_WITHOUT_VALUES) if keys_only else (MIN_PAGE_KEYS, MAX_PAGE_KEYS)
+    (limit, max_limit), revision = sizes, 0
     while True:
         try:
             reply = ask(messages.Range(start, end, limit, revision, keys_only))
@@ -48,10 +49,6 @@ def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: b
         # --max-request-bytes), and etcd limits a page by its number of keys alone.
         size = sum(len(kv.key) + len(kv.value) for kv in reply.kvs)
         limit = max(min(limit * 4, limit * TARGET_PAGE_BYTES // max(size, 1), max_limit), MIN_PAGE_KEYS)
-
-
-# Seconds between two tries while etcd has no leader or its roles change; also the shortest timeout of a call.
-MIN_INTERVAL_SECONDS = 0.2
 
 
 class Connection:
@@ -144,11 +141,7 @@ class Connection:
         return pending or EtcdMember(self.config, self.config.endpoints[self._endpoint_index])
 
     def _translate_error(
-        self,
-        error: messages.CallFailure,
-        no_answer_error: type[Unreachable],
-        about: Sequence[str] = (),
-        is_read: bool = False,
+        self, error: messages.CallFailure, no_answer_error: type[Unreachable], about: Sequence[str], is_read: bool
     ) -> EcompError:
         name = f'etcd at {self.endpoints}'
         if messages.is_full(error):
@@ -164,11 +157,9 @@ class Connection:
             return TooManyOperations(f'{name} refuses: {error.details}. Fix: {cure}')
         if messages.is_refusal(error) and not messages.is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}{messages.suggest_remedy(error)}')
-        if self._certificate_error and messages.is_unsent(error) and not messages.is_transient(error):
+        if (why := self._certificate_error) and messages.is_unsent(error) and not messages.is_transient(error):
             # With a `backend` of its own: else a caller that has logged the loss of etcd would not log this reason.
-            return no_answer_error(
-                f'{name} cannot be reached: {self._certificate_error}', f'{name} ({self._certificate_error})'
-            )
+            return no_answer_error(f'{name} cannot be reached: {why}', f'{name} ({why})')
         why = 'no answer in time' if error.code == messages.DEADLINE_EXCEEDED else error.details
         return no_answer_error(f'{name} cannot be reached: {why}', name, error.tls_failure)
 

@@ -35,7 +35,7 @@ MAX_TRIES = 5
 
 
 class History:
-    """Iterates over the changes of all keys since `first_revision`, as one list per revision.
+    """Iterates over the changes of all keys since the revision `first`, as one list per revision.
 
     Without `follow` it ends with the changes made before it began. With `follow` it never ends.
     `report` gets a line when etcd has compacted unread revisions, unless it starts from 1.
@@ -47,15 +47,13 @@ class History:
         Unreachable: etcd does not answer at first. Without `follow`: nor later, or the stream keeps breaking.
     """
 
-    def __init__(
-        self, config: EtcdConfig, follow: bool, report: Callable[[str], None], first_revision: int = 1
-    ) -> None:
+    def __init__(self, config: EtcdConfig, follow: bool, report: Callable[[str], None], first: int = 1) -> None:
         self._config = config
         self._store = Store(config)
         self._follow = follow
         self._report = report
         self._past_end = 0
-        self.next_revision = first_revision
+        self.next_revision = first
         self._last_revision = 0  # revision of the last change that was yielded; 0 if etcd keeps none
         self._partial_events: list[Any] = []  # events of a revision that may be incomplete
         self._is_lost = self._is_failure_reported = False
@@ -126,7 +124,7 @@ class History:
             with closing(Store(self._config)) as store:  # the other connection is busy with the stream
                 if not store.has_changed(PREFIX.decode(), self.next_revision):
                     return True
-            past.restart()
+            past.progress_answers = 0
         if time.monotonic() >= past.answered_at + self._config.timeout:
             raise _StreamError(f'no answer for {self._config.timeout:g} s')
         return None
@@ -199,40 +197,35 @@ class _PastProgress:
         self._end_revision = end_revision
         self._is_known_change_due = starts_at_known
         self._complete_revision = 0  # revision up to which the changes are complete
-        self._progress_answers = 0  # answers to WatchProgress since the last change
+        self.progress_answers = 0  # answers to WatchProgress since the last change
         self._counted_at = float('-inf')
         self.answered_at = time.monotonic()  # when the last change or an answer about `end_revision` arrived
         self._revisions: set[int] = set()  # of an answer whose parts are still arriving
 
     @property
     def is_complete(self) -> bool:
-        return self._complete_revision >= self._end_revision and self._progress_answers > 0
+        return self._complete_revision >= self._end_revision and self.progress_answers > 0
 
     @property
     def is_quiet(self) -> bool:
         """True if etcd answers, reports that it has sent all, and had time to send more."""
-        return self._progress_answers >= REQUIRED_PROGRESS_ANSWERS and not self._is_known_change_due
-
-    def restart(self) -> None:
-        self._progress_answers = 0
+        return self.progress_answers >= REQUIRED_PROGRESS_ANSWERS and not self._is_known_change_due
 
     def record_reply(self, reply: Any, now_seconds: float) -> None:
-        if reply.events or reply.header.revision >= self._end_revision:  # a member that stays behind answers, too
+        has_end = reply.header.revision >= self._end_revision  # a member that stays behind answers, too
+        is_spaced = now_seconds >= self._counted_at + MIN_PROGRESS_SPACING_SECONDS
+        if reply.events or has_end:
             self.answered_at = now_seconds
         if reply.events:
-            self._progress_answers, self._is_known_change_due = 0, False
+            self.progress_answers, self._is_known_change_due = 0, False
             self._revisions |= {_get_revision(event) for event in reply.events}
             if not reply.fragment:
                 if len(self._revisions) < MAX_ANSWER_REVISIONS:
                     self._complete_revision = int(reply.header.revision)
                 self._revisions = set()
         # After a freeze etcd answers all progress requests together, before anything else: they count as one answer.
-        elif (
-            not (reply.created or reply.canceled)
-            and reply.header.revision >= self._end_revision
-            and now_seconds >= self._counted_at + MIN_PROGRESS_SPACING_SECONDS
-        ):
-            self._progress_answers += 1
+        elif has_end and is_spaced and not (reply.created or reply.canceled):
+            self.progress_answers += 1
             self._counted_at = now_seconds
 
 

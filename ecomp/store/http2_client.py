@@ -13,20 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from h2 import events
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import (
-    ConnectionTerminated,
-    DataReceived,
-    RemoteSettingsChanged,
-    ResponseReceived,
-    StreamEnded,
-    StreamReset,
-    TrailersReceived,
-)
 from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
@@ -45,6 +37,19 @@ NEXT_MEMBER_SECONDS = 0.3
 CONNECTION_CLOSED = 'Socket closed'
 NO_HTTP2 = 'it does not speak HTTP/2'
 _EXPECTS_TLS = 'it may expect TLS, with ca_cert, cert_cert and cert_key'
+# Maximum bytes of an answer; pages and watches stay below it, see ecomp.store.connection.
+MAX_ANSWER_BYTES = 64 * 1024**2
+# Seconds of silence before a ping, and until its answer. etcd closes a connection that pings more often than every
+# five seconds (--grpc-keepalive-min-time). A frozen member is noticed within 15, with the list that follows.
+PING_AFTER_SECONDS = 5.5
+PING_ANSWER_SECONDS = 2.5
+# gRPC's codes by number.
+GRPC_CODES = (
+    *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', 'DEADLINE_EXCEEDED', 'NOT_FOUND', 'ALREADY_EXISTS'),
+    *('PERMISSION_DENIED', 'RESOURCE_EXHAUSTED', 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
+    *('INTERNAL', 'UNAVAILABLE', 'DATA_LOSS', 'UNAUTHENTICATED'),
+)
+MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
 
 class _Http2(H2Connection):
@@ -78,8 +83,10 @@ class Transport:
         self._connect_timeout = config.timeout / len(config.endpoints)
         has_others = len(config.endpoints) > 1
         self._patience_seconds = min(NEXT_MEMBER_SECONDS, self._connect_timeout) if has_others else config.timeout
-        for path in (config.ca_cert, config.cert_cert, config.cert_key):
-            require_certificate(path)
+        for path in filter(None, (config.ca_cert, config.cert_cert, config.cert_key)):
+            with open(path, 'rb') as file:
+                if not file.read(1):
+                    raise OSError(errno.ENODATA, 'is empty', str(path))
         self._reservation = threading.Lock()
         self.http = _Http2()
         self._failed: messages.CallFailure | None = None
@@ -141,12 +148,12 @@ class Transport:
             raise TimeoutError from None
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, 'the member closed the connection')
-        events = self.http.receive_data(data)
-        for event in events:
-            if isinstance(event, ConnectionTerminated):
+        received = self.http.receive_data(data)
+        for event in received:
+            if isinstance(event, events.ConnectionTerminated):
                 self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
         self.send(max(deadline, time.monotonic() + 1))
-        return events
+        return received
 
     def shut_down(self) -> None:
         """Shut the connection down, from any thread, and wake up a thread that waits for data."""
@@ -225,7 +232,7 @@ class Transport:
         with suppress(OSError):
             self.send(deadline)
         # A member that rejects our certificate reports that only now, and no request has been sent yet.
-        while not any(isinstance(event, RemoteSettingsChanged) for event in self.receive(deadline)):
+        while not any(isinstance(event, events.RemoteSettingsChanged) for event in self.receive(deadline)):
             require_time(deadline)
         if self._closed:
             self._socket.close()
@@ -276,24 +283,24 @@ class Stream:
     def receive(self, deadline: float) -> None:
         """Process the next events, and set `is_finished` at the end of the stream."""
         for event in self._transport.receive(deadline):
-            if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
+            if isinstance(event, events.ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
                 raise messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED)
             if getattr(event, 'stream_id', None) != self._stream_id:
                 continue
-            if isinstance(event, ResponseReceived | TrailersReceived):
+            if isinstance(event, events.ResponseReceived | events.TrailersReceived):
                 self.headers |= {str(name, 'latin-1'): str(value, 'latin-1') for name, value in event.headers}
-            elif isinstance(event, DataReceived):
+            elif isinstance(event, events.DataReceived):
                 self.body += event.data
                 if len(self.body) > self._max_body_bytes:
                     self.reset()
                     raise make_too_long_error(len(self.body), self._max_body_bytes)
                 self._http.acknowledge_received_data(event.flow_controlled_length, self._stream_id)
-            elif isinstance(event, StreamReset):
+            elif isinstance(event, events.StreamReset):
                 # A member answers a request that is too long before it resets the stream.
                 if 'grpc-status' not in self.headers:
                     raise messages.CallFailure(messages.UNAVAILABLE, 'Stream removed')
                 self.is_finished = True
-            elif isinstance(event, StreamEnded):
+            elif isinstance(event, events.StreamEnded):
                 self.is_finished = True
         self._transport.send(max(deadline, time.monotonic() + 1))
 
@@ -306,22 +313,14 @@ class Stream:
 
 def make_too_long_error(length_bytes: int, limit_bytes: int) -> messages.CallFailure:
     """Return the failure for an oversized answer, worded as gRPC's own client does."""
-    return messages.CallFailure(
-        messages.RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length_bytes} vs. {limit_bytes})'
-    )
+    details = f'CLIENT: Received message larger than max ({length_bytes} vs. {limit_bytes})'
+    return messages.CallFailure(messages.RESOURCE_EXHAUSTED, details)
 
 
 def require_time(deadline: float) -> None:
     """Raise TimeoutError from `deadline` on: a member may send for ever."""
     if time.monotonic() >= deadline:
         raise TimeoutError
-
-
-def require_certificate(path: Path | None) -> None:
-    if path is not None:
-        with open(path, 'rb') as file:
-            if not file.read(1):
-                raise OSError(errno.ENODATA, 'is empty', str(path))
 
 
 def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
@@ -342,21 +341,6 @@ def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise ValueError(ETCD_SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
     return context
-
-
-# Maximum bytes of an answer; pages and watches stay below it, see ecomp.store.connection.
-MAX_ANSWER_BYTES = 64 * 1024**2
-# Seconds of silence before a ping, and until its answer. etcd closes a connection that pings more often than every
-# five seconds (--grpc-keepalive-min-time). A frozen member is noticed within 15, with the list that follows.
-PING_AFTER_SECONDS = 5.5
-PING_ANSWER_SECONDS = 2.5
-# gRPC's codes by number.
-GRPC_CODES = (
-    *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', 'DEADLINE_EXCEEDED', 'NOT_FOUND', 'ALREADY_EXISTS'),
-    *('PERMISSION_DENIED', 'RESOURCE_EXHAUSTED', 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
-    *('INTERNAL', 'UNAVAILABLE', 'DATA_LOSS', 'UNAUTHENTICATED'),
-)
-MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
 
 class EtcdMember(Transport):
@@ -395,6 +379,7 @@ class EtcdMember(Transport):
         return WatchStream(self, requests, duration_seconds, progress_seconds)
 
 
+@dataclass
 class WatchStream:
     """The answers to watches on one stream, as they arrive, to be iterated over once.
 
@@ -404,27 +389,22 @@ class WatchStream:
     unsent: no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        requests: Sequence[messages.WatchCreate],
-        duration_seconds: float,
-        progress_seconds: float | None,
-    ) -> None:
-        self._transport, self._requests, self._timeout = transport, requests, transport.config.timeout
-        self._duration_seconds, self._progress_seconds = duration_seconds, progress_seconds
-        self._is_finished = False
+    _transport: Transport
+    _requests: Sequence[messages.WatchCreate]
+    _duration_seconds: float
+    _progress_seconds: float | None
+    _is_finished: bool = False
 
     def __iter__(self) -> Iterator[Any]:
-        start = time.monotonic()
+        start, timeout = time.monotonic(), self._transport.config.timeout
         path, name = messages.METHODS[messages.WatchCreate]
         deadline = start + self._duration_seconds
         try:
-            with self._transport.reserve(start + self._timeout):
+            with self._transport.reserve(start + timeout):
                 stream = Stream(self._transport, _make_headers(self._transport, path, deadline), MAX_ANSWER_BYTES)
                 for request in self._requests:
                     # The stream stays open on our side: etcd would end it too.
-                    stream.send(_frame_message(request.to_bytes()), start + self._timeout, end_stream=False)
+                    stream.send(_frame_message(request.to_bytes()), start + timeout, end_stream=False)
                 try:
                     while not stream.is_finished:
                         self._receive(stream, deadline)
@@ -434,9 +414,8 @@ class WatchStream:
                             require_time(deadline)
                             yield _parse_answer(name, message, deadline)
                 except TimeoutError:
-                    raise messages.CallFailure(
-                        messages.DEADLINE_EXCEEDED, 'the watch has lasted as long as requested'
-                    ) from None
+                    why = 'the watch has lasted as long as requested'
+                    raise messages.CallFailure(messages.DEADLINE_EXCEEDED, why) from None
                 finally:
                     if not stream.is_finished:
                         stream.reset()
@@ -465,7 +444,7 @@ class WatchStream:
             raise ConnectionError('the member does not answer')
         try:
             message = _frame_message(messages.WatchProgress().to_bytes())
-            stream.send(message, time.monotonic() + self._timeout, end_stream=False)
+            stream.send(message, time.monotonic() + self._transport.config.timeout, end_stream=False)
         except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
             raise ConnectionError('the member accepts no data') from None
 

@@ -28,6 +28,35 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _MAX_VARINT_BYTES = 10
 # A signed 64-bit number is negative from here on.
 _SIGN_BIT = 1 << 63
+# A varint type; other integers are read as int64.
+_UNSIGNED = 'unsigned'
+# The wire type of each type, and the function that converts a value.
+_KINDS: Mapping[Any, tuple[int, Any]] = {
+    int: (_VARINT, lambda value: value if value < _SIGN_BIT else value - 2 * _SIGN_BIT),
+    _UNSIGNED: (_VARINT, int),
+    bool: (_VARINT, bool),
+    bytes: (_BYTES, bytes),
+    str: (_BYTES, lambda value: str(value, 'utf-8')),
+}
+# Fields of an answer, in all its messages: three times as many as 20,000 keys have. An empty key takes 275 bytes.
+MAX_FIELDS = 2**19
+UNAVAILABLE = 'UNAVAILABLE'
+# Details of a call to a member whose connection is still being made.
+CONNECTING = 'not connected yet'
+DEADLINE_EXCEEDED = 'DEADLINE_EXCEEDED'
+NOT_FOUND = 'NOT_FOUND'
+INVALID_ARGUMENT = 'INVALID_ARGUMENT'
+FAILED_PRECONDITION = 'FAILED_PRECONDITION'
+RESOURCE_EXHAUSTED = 'RESOURCE_EXHAUSTED'
+PERMISSION_DENIED = 'PERMISSION_DENIED'
+_REFUSAL_CODES = {PERMISSION_DENIED, INVALID_ARGUMENT, FAILED_PRECONDITION, NOT_FOUND}
+_REFUSAL_CODES |= {'UNAUTHENTICATED', 'UNIMPLEMENTED', 'OUT_OF_RANGE'}
+MAX_NAMED_KEYS = 3
+_USER_NOT_FOUND = 'etcdserver: user name not found'
+_LEASE_NOT_FOUND = 'etcdserver: requested lease not found'
+_LEARNER_REFUSAL = 'etcdserver: rpc not supported for learner'
+TOO_MANY_OPERATIONS = 'etcdserver: too many operations in txn request'
+_ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
 
 class Range(NamedTuple):
@@ -218,18 +247,18 @@ class _Message:
     """A parsed answer, with an attribute for each field that is used."""
 
 
-class _MessageSchema:
+class _Schema:
     """The fields of a message by tag (number and wire type), and how to convert each."""
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
         """Take each field as its number and type: a schema, a key of _KINDS, or a list of one."""
         # {tag: (name, convert, schema, is repeated)}: `convert` is for a field that is not itself a message.
-        self.fields: dict[int, tuple[str, Any, _MessageSchema | None, bool]] = {}
+        self.fields: dict[int, tuple[str, Any, _Schema | None, bool]] = {}
         self.defaults: dict[str, Any] = {}
         self.repeated = [name for name, (_, spec) in fields.items() if isinstance(spec, list)]
         for name, (number, spec) in fields.items():
             kind = spec[0] if isinstance(spec, list) else spec
-            schema = kind if isinstance(kind, _MessageSchema) else None
+            schema = kind if isinstance(kind, _Schema) else None
             wire_type, convert = _KINDS.get(kind, (_BYTES, None))
             empty = b'' if wire_type == _BYTES else 0
             self.defaults[name] = convert(empty) if convert else kind.parse(b'', 0, 0, _Budget())
@@ -258,8 +287,10 @@ class _MessageSchema:
                 start = position
                 if wire_type == _BYTES:
                     position += value
+            elif wire_type in _FIXED_BYTES:
+                position += _FIXED_BYTES[wire_type]
             else:
-                position += _get_fixed_bytes(wire_type)
+                raise ValueError(f'a field has the unknown wire type {wire_type}')
             if position > end:
                 raise ValueError('a field is longer than its message')
             if tag not in fields:
@@ -278,20 +309,6 @@ class _MessageSchema:
         message = _Message()
         message.__dict__ = values
         return message
-
-
-# A varint type; other integers are read as int64.
-_UNSIGNED = 'unsigned'
-# The wire type of each type, and the function that converts a value.
-_KINDS: Mapping[Any, tuple[int, Any]] = {
-    int: (_VARINT, lambda value: value if value < _SIGN_BIT else value - 2 * _SIGN_BIT),
-    _UNSIGNED: (_VARINT, int),
-    bool: (_VARINT, bool),
-    bytes: (_BYTES, bytes),
-    str: (_BYTES, lambda value: str(value, 'utf-8')),
-}
-# Fields of an answer, in all its messages: three times as many as 20,000 keys have. An empty key takes 275 bytes.
-MAX_FIELDS = 2**19
 
 
 class _Budget:
@@ -320,12 +337,6 @@ def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambd
         raise ValueError('a message ends too early') from error
 
 
-def _get_fixed_bytes(wire_type: int) -> int:
-    if wire_type not in _FIXED_BYTES:
-        raise ValueError(f'a field has the unknown wire type {wire_type}')
-    return _FIXED_BYTES[wire_type]
-
-
 def _require_unknown(tag: int, fields: Mapping[int, object]) -> None:
     if tag < 8:
         raise ValueError('a field has no number')
@@ -344,29 +355,23 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
     raise ValueError(f'a number has more than {_MAX_VARINT_BYTES} bytes')
 
 
-_HEADER = _MessageSchema(
-    cluster_id=(1, _UNSIGNED), member_id=(2, _UNSIGNED), revision=(3, int), raft_term=(4, _UNSIGNED)
-)
-_KEY_VALUE = _MessageSchema(
-    key=(1, bytes), create_revision=(2, int), mod_revision=(3, int), value=(5, bytes), lease=(6, int)
-)
-_RANGE = _MessageSchema(header=(1, _HEADER), kvs=(2, [_KEY_VALUE]), more=(3, bool), count=(4, int))
-_DONE = _MessageSchema(response_range=(1, _RANGE))
-_EVENT = _MessageSchema(type=(1, int), kv=(2, _KEY_VALUE), prev_kv=(3, _KEY_VALUE))
-_ANSWERS: Mapping[str, _MessageSchema] = {
+_HEADER = _Schema(cluster_id=(1, _UNSIGNED), member_id=(2, _UNSIGNED), revision=(3, int), raft_term=(4, _UNSIGNED))
+_KEY_VALUE = _Schema(key=(1, bytes), create_revision=(2, int), mod_revision=(3, int), value=(5, bytes), lease=(6, int))
+_RANGE = _Schema(header=(1, _HEADER), kvs=(2, [_KEY_VALUE]), more=(3, bool), count=(4, int))
+_DONE = _Schema(response_range=(1, _RANGE))
+_EVENT = _Schema(type=(1, int), kv=(2, _KEY_VALUE), prev_kv=(3, _KEY_VALUE))
+_ANSWERS: Mapping[str, _Schema] = {
     'RangeResponse': _RANGE,
-    'TxnResponse': _MessageSchema(header=(1, _HEADER), succeeded=(2, bool), responses=(3, [_DONE])),
-    'LeaseGrantResponse': _MessageSchema(header=(1, _HEADER), ID=(2, int), TTL=(3, int), error=(4, str)),
-    'LeaseKeepAliveResponse': _MessageSchema(header=(1, _HEADER), ID=(2, int), TTL=(3, int)),
-    'LeaseRevokeResponse': _MessageSchema(header=(1, _HEADER)),
-    'LeaseTimeToLiveResponse': _MessageSchema(header=(1, _HEADER), TTL=(3, int), grantedTTL=(4, int)),
-    'StatusResponse': _MessageSchema(header=(1, _HEADER), version=(2, str)),
+    'TxnResponse': _Schema(header=(1, _HEADER), succeeded=(2, bool), responses=(3, [_DONE])),
+    'LeaseGrantResponse': _Schema(header=(1, _HEADER), ID=(2, int), TTL=(3, int), error=(4, str)),
+    'LeaseKeepAliveResponse': _Schema(header=(1, _HEADER), ID=(2, int), TTL=(3, int)),
+    'LeaseRevokeResponse': _Schema(header=(1, _HEADER)),
+    'LeaseTimeToLiveResponse': _Schema(header=(1, _HEADER), TTL=(3, int), grantedTTL=(4, int)),
+    'StatusResponse': _Schema(header=(1, _HEADER), version=(2, str)),
     # All answers of the service Auth but one: names, a token or nothing.
-    'AuthResponse': _MessageSchema(names=(2, [str])),
-    'AuthRoleGetResponse': _MessageSchema(
-        permissions=(2, [_MessageSchema(kind=(1, int), key=(2, bytes), range_end=(3, bytes))])
-    ),
-    'WatchResponse': _MessageSchema(
+    'AuthResponse': _Schema(names=(2, [str])),
+    'AuthRoleGetResponse': _Schema(permissions=(2, [_Schema(kind=(1, int), key=(2, bytes), range_end=(3, bytes))])),
+    'WatchResponse': _Schema(
         header=(1, _HEADER),
         watch_id=(2, int),
         created=(3, bool),
@@ -409,43 +414,16 @@ def _encode_fields(values: Mapping[int, int | bytes]) -> bytes:
     return b''.join(_encode_field(number, value) for number, value in values.items() if value)
 
 
-# What a failed call means
-
-UNAVAILABLE = 'UNAVAILABLE'
-# Details of a call to a member whose connection is still being made.
-CONNECTING = 'not connected yet'
-DEADLINE_EXCEEDED = 'DEADLINE_EXCEEDED'
-NOT_FOUND = 'NOT_FOUND'
-INVALID_ARGUMENT = 'INVALID_ARGUMENT'
-FAILED_PRECONDITION = 'FAILED_PRECONDITION'
-RESOURCE_EXHAUSTED = 'RESOURCE_EXHAUSTED'
-PERMISSION_DENIED = 'PERMISSION_DENIED'
-_REFUSAL_CODES = {
-    *('UNAUTHENTICATED', PERMISSION_DENIED, INVALID_ARGUMENT, FAILED_PRECONDITION, 'UNIMPLEMENTED', NOT_FOUND),
-    'OUT_OF_RANGE',
-}
-
-MAX_NAMED_KEYS = 3
-
-_USER_NOT_FOUND = 'etcdserver: user name not found'
-_LEASE_NOT_FOUND = 'etcdserver: requested lease not found'
-_LEARNER_REFUSAL = 'etcdserver: rpc not supported for learner'
-TOO_MANY_OPERATIONS = 'etcdserver: too many operations in txn request'
-_ROLES_CHANGED = 'etcdserver: revision of auth store is old'
-
-
 # The codes by name: https://grpc.io/docs/guides/status-codes/
 class CallFailure(Exception):
     """A failed call: gRPC's code, its details in one line, and whether it was not sent."""
 
-    def __init__(
-        self, code: str, details: str | None, unsent: bool = False, tls_failure: TlsFailure | None = None
-    ) -> None:
+    def __init__(self, code: str, details: str | None, unsent: bool = False, failure: TlsFailure | None = None) -> None:
         super().__init__(code, details)
         self.code = code
         self.details = ' '.join((details or '').split())
         self.unsent = unsent
-        self.tls_failure = tls_failure
+        self.tls_failure = failure
 
 
 def is_full(error: CallFailure) -> bool:
@@ -454,8 +432,7 @@ def is_full(error: CallFailure) -> bool:
 
 
 def is_too_long(error: CallFailure) -> bool:
-    exhausted = error.code == RESOURCE_EXHAUSTED
-    return exhausted and 'Received message larger than max' in error.details
+    return error.code == RESOURCE_EXHAUSTED and 'Received message larger than max' in error.details
 
 
 def is_refusal(error: CallFailure) -> bool:

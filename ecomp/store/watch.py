@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ecomp.store.http2_client import WatchStream
 
 log = logging.getLogger(__name__)
-
 # Maximum bytes that are kept of a prefix. Ten thousand requests without user-data are 20 MB.
 MAX_TOTAL_BYTES = 64 * 1024**2
 # Bytes that each comma of a value counts for: once parsed, each part is an object, however short its text.
@@ -36,6 +35,12 @@ MAX_NAMED_KEYS = 100
 # Maximum keys that are kept, and bytes of one: ecomp writes neither as many nor as long ones, so others leave no trace.
 MAX_KEYS = 100_000
 MAX_KEY_BYTES = 16 * 1024
+State = Mapping[str, Entry]
+# A prefix and the callback for its state.
+Subscription = tuple[str, Callable[[State], None]]
+# Seconds until a lost etcd is tried again: at first, and at most.
+FIRST_DELAY_SECONDS = 0.2
+MAX_DELAY_SECONDS = 5.0
 
 
 class EntryCache:
@@ -62,19 +67,15 @@ class EntryCache:
         previous = self.entries.get(entry.key)
         if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
             return previous  # stays, even if there is no room for others
-        size = len(entry.value)
+        size, key_size, small_room = len(entry.value), len(entry.key), 2 * self._max_total_bytes
         if previous is not None:
             self._size -= _estimate_bytes(previous.value)
-        elif (
-            len(self.entries) >= MAX_KEYS
-            or len(entry.key) > MAX_KEY_BYTES
-            or self._size + len(entry.key) > 2 * self._max_total_bytes
-        ):
+        elif len(self.entries) >= MAX_KEYS or key_size > MAX_KEY_BYTES or self._size + key_size > small_room:
             self._report_dropped(entry.key, size)
             return None
         else:
-            self._size += len(entry.key)
-        room = self._max_total_bytes if size > SMALL_VALUE_BYTES else 2 * self._max_total_bytes
+            self._size += key_size
+        room = self._max_total_bytes if size > SMALL_VALUE_BYTES else small_room
         fits = size <= self._max_value_bytes and self._size + _estimate_bytes(entry.value) <= room
         # A dropped value's key and revision stay, so it is visible which compute has a request.
         stored = entry if fits else replace(entry, value=b'', dropped=size)
@@ -105,14 +106,6 @@ class EntryCache:
 
 def _estimate_bytes(value: bytes) -> int:
     return len(value) + BYTES_PER_PART * value.count(b',')
-
-
-State = Mapping[str, Entry]
-# A prefix and the callback for its state.
-Subscription = tuple[str, Callable[[State], None]]
-# Seconds until a lost etcd is tried again: at first, and at most.
-FIRST_DELAY_SECONDS = 0.2
-MAX_DELAY_SECONDS = 5.0
 
 
 class _Resync(Exception):
@@ -151,9 +144,7 @@ class Follower:
         self._guard = guard
         self._on_lost = on_lost or _log_loss
         self._on_back = on_back or partial(log.info, 'etcd at %s is back', self._store.endpoints)
-        self._watches = [
-            _PrefixWatch(*subscription, EntryCache(max_value_bytes, max_total_bytes)) for subscription in subscriptions
-        ]
+        self._watches = [_PrefixWatch(*each, EntryCache(max_value_bytes, max_total_bytes)) for each in subscriptions]
         self._resync_seconds = resync_seconds
         self._backoff = Backoff(FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS)
         self._stopped = threading.Event()
@@ -219,10 +210,9 @@ class Follower:
 
     def _watch(self, revisions: Sequence[int], cluster_before: KnownCluster | None) -> None:
         """Apply the changes of each prefix until the planned end, or raise _Resync."""
-        requests = []
-        for prefix_watch, revision in zip(self._watches, revisions, strict=True):
-            key = prefix_watch.prefix.encode()
-            requests.append(WatchCreate(key, get_prefix_range_end(key), revision))
+        starts = [each.prefix.encode() for each in self._watches]
+        ends = map(get_prefix_range_end, starts)
+        requests = list(map(WatchCreate, starts, ends, revisions))
         self._call = self._store.watch(requests, self._resync_seconds * random.uniform(0.8, 1.2))
         if self._stopped.is_set():  # stop() may have come before there was a call to cancel
             self._call.cancel()
@@ -235,11 +225,7 @@ class Follower:
                     raise _Resync(f'etcd ended the watch: {reply.cancel_reason or "compacted"}')
                 # A member that lags may answer a watch, as may an etcd with another history: the next list shows which.
                 # The cluster is that before the list, because another connection may have seen newer revisions since.
-                if (
-                    cluster_before is not None
-                    and self._guard is not None
-                    and not self._guard.observe(cluster_before, parse_header(reply))
-                ):
+                if cluster_before and self._guard and not self._guard.observe(cluster_before, parse_header(reply)):
                     raise _Resync('a member that lags answered the watch')
                 if reply.created:
                     watched[reply.watch_id] = self._watches[len(watched)]

@@ -31,7 +31,6 @@ from ecomp.model.trouble import parse_trouble
 Entries = Mapping[str, keys.StoredValue]
 Row = Sequence[Any]
 Tables = dict[str, Mapping[str, Row]]
-
 OF_INSTANCES = (keys.HOSTS, keys.QUEUES, keys.INSTANCES)
 OF_COMPUTES = (keys.FACTS, keys.TROUBLES, keys.FINDINGS)
 OF_EVENTS = (keys.STACKS, keys.FLAVORS, keys.GROUPS, keys.QUOTAS)

@@ -174,11 +174,7 @@ class App:
 
 @contextmanager
 def serve(config: EtcdConfig, port: int, command_prefix: str, describe: Callable[[str], object]) -> Iterator[str]:
-    """Serve the page on a port, or any for 0, as long as the block runs, and yield its URL.
-
-    Raises:
-        EcompError: the port is in use, or may not be used.
-    """
+    """Serve the page on a port, or any for 0, as long as the block runs, and yield its URL."""
     try:
         sock = socket.create_server(('127.0.0.1', port))
     except (OSError, OverflowError) as error:

@@ -153,7 +153,8 @@ def test_many_claims_are_released_in_portions(cloud: Cloud) -> None:
     compute, portions = cloud.make_compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
     instances = [make_uuid() for _ in range(2 * allocations.MAX_RELEASE_BATCH + 1)]
     requested = {instance: {compute: SMALL} for instance in instances}
-    allocations.replace_set_allocations(cloud.placement, requested, 'a-user', 'a-project', {})
+    requester = allocations.Requester('a-user', 'a-project')
+    allocations.replace_set_allocations(cloud.placement, requested, requester, {})
     kept_instance = instances[0]
 
     def keep_one(holding: Mapping[str, allocations.Consumer]) -> set[str]:

@@ -27,7 +27,7 @@ from ecomp.cli import stack_file
 from ecomp.cli.command import Context, Invocation
 from ecomp.cli.commands import parse
 from ecomp.cli.input import read_user_data
-from ecomp.cli.options import Options, parse_command_line
+from ecomp.cli.options import Options, parse_line
 from ecomp.cli.tables import format_document
 from ecomp.cli.terminal import Terminal
 from ecomp.compute_conf import load_compute, parse_inventory
@@ -119,7 +119,7 @@ def format_command(line: str) -> str:
 
 
 def format_words(line: str) -> str:
-    words, options = parse_command_line(shlex.split(line))
+    words, options = parse_line(shlex.split(line))
     return f'{words} {format_options(options)}'.strip()
 
 

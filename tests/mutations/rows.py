@@ -307,8 +307,8 @@ ROWS = (
     Row(
         "after a lost answer another apply's new stack key is taken for ours",
         'ecomp/store/client.py',
-        '        and (entry.value, entry.lease) == (put.value.encode(), put.lease)\n',
-        '',
+        '(entry.revision, entry.value, entry.lease) == (revision, put.value.encode(), put.lease)',
+        'entry.revision == revision',
         ('tests/functional/test_scheduler_lost.py::test_key_of_a_new_stack_is_read_back_after_a_lost_message',),
     ),
     Row(

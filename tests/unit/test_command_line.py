@@ -19,7 +19,7 @@ from ecomp import __version__
 from ecomp.cli.command import Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.input import read_user_data
-from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_command_line
+from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_line
 from ecomp.cli.suggestions import (
     FAMILY_SYNONYMS,
     FOREIGN_NOUNS,
@@ -95,7 +95,7 @@ ANY_WORDS = [
 
 
 def test_unambiguous_beginning_of_an_option_is_enough() -> None:
-    assert parse_command_line(['--flav', 'small', '--al']) == ([], Options(flavor='small', all=True))
+    assert parse_line(['--flav', 'small', '--al']) == ([], Options(flavor='small', all=True))
 
 
 @given(st.lists(
