@@ -133,7 +133,7 @@ def list_pages() -> list[str]:
 README, *GUIDES = list_pages()
 TUTORIAL = 'docs/tutorial.md'
 # Pages whose guest must boot and report; the others need only its address.
-BOOTING = (TUTORIAL, 'docs/howto/try-a-host.md')
+BOOTING = (TUTORIAL, 'docs/howto/guests.md')
 FAKES = 'docs/howto/fakes.md'
 # The pages of the usual run: README and tutorial start enough guests there, and the other one starts none.
 USUAL = (TUTORIAL, 'docs/howto/hosts.md')
