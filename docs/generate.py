@@ -229,13 +229,13 @@ def describe_eschedule() -> Iterator[Section]:
     yield Section('Common options', ['Many commands have these options:', Terms(('option', ''), common)])
     for rows in load_families().values():
         for each in rows:
-            exits = ', '.join(f'{code} ({EXIT_CODES[code]})' for code in sorted({0, 1, 2, 7, *each.exit_codes}))
+            exits = ', '.join(map(str, sorted({0, 1, 2, 7, *each.exit_codes})))
             blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
             if options := [describe_option(row) for row in each.list_options(are_common=False)]:
                 blocks.append(Terms(('option', ''), options))
             flags = ', '.join(f'`{row.flags[0]}`' for row in each.list_options(are_common=True))
             blocks.append(f'[Common options](#common-options): {flags}.')
-            yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'Exit codes: {exits}.'])
+            yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'[Exit codes](exit-codes.md): {exits}.'])
     reserved = ', '.join(f'`{word}`' for word in list_reserved_words())
     says = 'An instance cannot have the name of a command, or of one that may be added later'
     yield Section('Reserved names', [f'{says}: {reserved}.'])
