@@ -235,7 +235,8 @@ def describe_eschedule() -> Iterator[Section]:
                 blocks.append(Terms(('option', ''), options))
             flags = ', '.join(f'`{row.flags[0]}`' for row in each.list_options(are_common=True))
             blocks.append(f'[Common options](#common-options): {flags}.')
-            yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'[Exit codes](exit-codes.md): {exits}.'])
+            blocks += [f'Example: `{each.example}`', f'[Exit codes](exit-codes.md): {exits}.']
+            yield Section(f'eschedule {each.name}', blocks)
     reserved = ', '.join(f'`{word}`' for word in list_reserved_words())
     says = 'An instance cannot have the name of a command, or of one that may be added later'
     yield Section('Reserved names', [f'{says}: {reserved}.'])

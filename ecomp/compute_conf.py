@@ -84,7 +84,7 @@ _parse_sources = make_unique_list_parser(yaml_file.make_text_parser(check_source
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks` or, without it, the defaults and the bridge of the old key `bridge`."""
+    """Read `networks`. Without it the defaults apply, and the old key `bridge` adds one."""
     if name in file.top and 'bridge' in file.top:
         problem = 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
         file.top.add_problem('bridge', problem)

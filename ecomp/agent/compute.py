@@ -291,6 +291,7 @@ class PlanningLoop:
                     self.planner.hand_back(work, f'no thread can be started for a task: {error}')
 
     def _run_checks(self, name: str, checks: Mapping[str, Callable[[], None]]) -> float:
+        """Run checks, {activity: check}, and return when to retry `name`, infinity if all succeeded."""
         results = [self._run_check(doing, look) for doing, look in checks.items()]
         if not all(results):
             return self._deferrals.defer(name)

@@ -199,7 +199,7 @@ class Taker:
         return {each for each in instances if each not in guests and self.release_claim(each)}
 
     def _read_room(self, backlog: Backlog) -> None:
-        """Read this compute's room, and release dead attempts' claims for queued requests."""
+        """Read this compute's room, after the claims that dead attempts left there are released."""
         self._is_room_stale = False
         try:
             held = allocations.read_provider_allocations(self._placement, self.compute)

@@ -30,7 +30,7 @@ def _destroy(ctx: Context) -> int:
         confirm_destroy(ctx, [record.name or record.instance for record in selected if record.state != GONE])
     elif ctx.words and is_terminal(sys.stdin):
         ctx.out.say('destroy deletes the disk of an instance with all data on it')
-        confirm_destroy(ctx, _list_guessed(ctx, ctx.words))
+        confirm_destroy(ctx, _resolve_prefixes(ctx, ctx.words))
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
 
     def submit(word: str) -> bool:
@@ -55,15 +55,16 @@ def _destroy(ctx: Context) -> int:
     return outcomes.run(submit, wait, 'destroy --wait')
 
 
-def _list_guessed(ctx: Context, words: Sequence[str]) -> list[str]:
-    guessed = []
+def _resolve_prefixes(ctx: Context, words: Sequence[str]) -> list[str]:
+    """Return the instances of those words that are the beginning of a uuid."""
+    instances = []
     for word in words:
         prefix = None if keys.is_uuid(word) else parse_uuid_prefix(word)
         if prefix is not None:
             with suppress(EcompError):  # reported later
                 instance = ctx.resolve_instance(word)
-                guessed += [instance] if instance.startswith(prefix) else []
-    return guessed
+                instances += [instance] if instance.startswith(prefix) else []
+    return instances
 
 
 def _change_power(ctx: Context) -> int:
@@ -159,7 +160,7 @@ def _rebuild(ctx: Context) -> int:
         image = resolve_image(ctx.config, images[0]) if images else None
     if is_terminal(sys.stdin):
         ctx.out.say('rebuild deletes the disk of an instance with all data on it')
-        confirm_destroy(ctx, _list_guessed(ctx, [word]), 'Rebuild')
+        confirm_destroy(ctx, _resolve_prefixes(ctx, [word]), 'Rebuild')
     outcomes, numbers = Outcomes(ctx, [word], instance=None, state=None), dict[str, int]()
 
     def submit(word: str) -> bool:

@@ -183,7 +183,7 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, listed once, or an empty index for a single word."""
+        """The keys of all instances, listed once. Empty for a single word, None if etcd is away."""
         from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:

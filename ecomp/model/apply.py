@@ -81,7 +81,7 @@ class Action(NamedTuple):
 
 
 def keep_names(desired: Mapping[str, Desired], existing: Mapping[str, Existing]) -> dict[str, Desired]:
-    """Return what is desired, with the names that instances have unless the file gives them."""
+    """Return `desired`, in which an instance keeps its present name if the file gives none."""
     kept = dict(desired)
     for entry in desired.keys() & existing.keys():
         target, name = desired[entry], existing[entry].name

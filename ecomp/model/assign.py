@@ -201,6 +201,7 @@ class _Plan:
     def _try(
         self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None
     ) -> tuple[dict[str, Candidate], dict[str, dict[str, Room]]]:
+        """Choose candidates for instances, and return them and the room that is left by provider."""
         chosen, used = dict[str, Candidate](), dict(self.used)
         rooms = ChainMap(used, self.planner.rooms)
         for lot, instances in names.items():

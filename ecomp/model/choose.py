@@ -155,7 +155,7 @@ _Entry = tuple[bool, int, float, int]
 
 
 class _CandidateHeap:
-    """The candidates of a ranking, the best first, with current weights on `stale` computes."""
+    """The candidates of a ranking, the best first. On `stale` computes make_entry() weighs them."""
 
     def __init__(self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], stale: set[str]) -> None:
         self._ranking, self._strategy, self._make_entry, self._stale = ranking, strategy, make_entry, stale
@@ -168,12 +168,12 @@ class _CandidateHeap:
         candidates, entries = self._ranking.candidates, self._entries
         while self._next < len(candidates) and candidates[self._next].compute in self._stale:
             self._next += 1
-        if self._next == len(candidates) or (entries and entries[0] < self._make_unused_entry()):
+        if self._next == len(candidates) or (entries and entries[0] < self._make_next_entry()):
             return candidates[heappop(entries)[-1]] if entries else None
         self._next += 1
         return candidates[self._next - 1]
 
-    def _make_unused_entry(self) -> _Entry:
+    def _make_next_entry(self) -> _Entry:
         candidate, count = self._ranking.candidates[self._next], len(self._ranking.candidates)
         # RANDOM: the ranking is shuffled, and chosen ones take part again.
         weight = self._next / count if self._strategy == RANDOM else -(candidate.weight or 0.0)

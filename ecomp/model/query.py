@@ -235,9 +235,9 @@ class QueryNames(NamedTuple):
 
 
 def check_query(query: str, needs_resources: bool = True, has_on_option: bool = False) -> str:
-    """Return the query if it has no error that can be found without placement.
+    """Return the query, or raise ValueError for an error that shows without asking placement.
 
-    Without `needs_resources` it may lack resources=, as an addition to a flavor. `has_on_option` forbids in_tree=.
+    A query that is added to a flavor needs no resources=. `has_on_option` forbids in_tree=.
     """
     # Not checked: whether a class exists, and values of required, root_required, member_of, in_tree and same_subtree.
     present: set[str] = set()

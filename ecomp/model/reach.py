@@ -48,7 +48,7 @@ class ReachCommand(NamedTuple):
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """Return the arguments that run a command on a host, where only ssh gets `options`."""
+        """Return the argv that runs a command on a host. `options` are left out unless it is ssh."""
         first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, *command]

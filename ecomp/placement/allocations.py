@@ -112,9 +112,9 @@ def replace_allocations(
 
 
 def correct_claim(placement: Placement, instance: str, read_request: Callable[[], Request | None]) -> bool:
-    """Set a claim to what `read_request` names, and return whether that was needed.
+    """Set a claim to the amounts of its request, and return whether it was changed.
 
-    Nothing is claimed without a request, or in place of a claim at other providers.
+    Without a request, or if the claim is at other providers, nothing is changed.
 
     Raises:
         NoCapacity: there is no room for that.

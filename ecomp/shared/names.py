@@ -189,10 +189,10 @@ def commit_with_shared(
     lease: int = 0,
     settlement: Settlement | None = None,
 ) -> int | None:
-    """Commit with a change of shared keys, which is made again while those keys change.
+    """Commit `operations` together with a change of keys that other processes write, too.
 
-    The result is None if one of `conditions` does not hold, or after MAX_TRIES. `lease` was granted for this
-    transaction. It is revoked if certainly nothing was written.
+    After each lost race `make_change` makes that change again. The result is the revision, or None if one of
+    `conditions` does not hold, or after MAX_TRIES. `lease` is revoked if certainly nothing was written.
     """
     if lease and settlement is not None:
         settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement))

@@ -23,7 +23,7 @@ MAX_NOTED_GENERATION = 50
 
 
 def note_released(store: Store, generations: Mapping[str, int]) -> None:
-    """Note the generations of at most 128 claims, which must not be released if this fails."""
+    """Write down the generations of at most 128 claims that are released if this succeeds."""
     if not generations:
         return
     # A full etcd gets no notes. The claims may be released nevertheless, since no attempt can be announced there.

@@ -84,7 +84,7 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would, after the same wait, except NoSpace, without putting the key."""
+        """Wait as start() does, and raise its errors but NoSpace, without writing the key."""
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.

@@ -414,7 +414,7 @@ class Store:
         raise unknown from error
 
     def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Writes) -> bool:
-        """Carry out `fence`, and return whether that proves that `operations` were not committed."""
+        """Write `fence`, after whose success `operations` under the same condition cannot succeed."""
         # Without an answer to this, too, the next read shows whether the key has changed.
         with suppress(errors.EcompError):
             request = messages.Transaction([condition], [fence])
@@ -497,10 +497,10 @@ class Store:
 def retry_until_committed(
     attempt: Callable[[], Result | None], lost_error: errors.EcompError, max_tries: int, max_pause_seconds: float = 0
 ) -> Result:
-    """Call `attempt`, which reads, decides and writes, until it returns a result.
+    """Call `attempt`, which reads, decides and writes, until it wins its race.
 
-    None, or a GenerationConflict of placement, means a lost race. `lost_error` is raised after `max_tries`.
-    UnknownOutcome is raised only by the last try, because the next one reads what was written.
+    None, or a GenerationConflict of placement, means that it lost. `lost_error` is raised after `max_tries`. After an
+    UnknownOutcome the next try reads what was written, so only the last one raises it.
     """
     import random  # imported here: most commands write nothing that others change
 

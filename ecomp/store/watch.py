@@ -63,7 +63,7 @@ class EntryCache:
         self._reported_keys &= self.entries.keys()
 
     def store(self, entry: Entry) -> Entry | None:
-        """Store an entry, and return it as it is kept, or None if not even its key is."""
+        """Store an entry, without its value if that is too large, or return None if it is dropped."""
         previous = self.entries.get(entry.key)
         if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
             return previous  # stays, even if there is no room for others

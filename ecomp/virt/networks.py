@@ -290,7 +290,7 @@ class Networks:
         return f'network {name}: its DHCP now serves only MACs with a reservation{restart}'
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[Problem | None, Problem | None]:
-        """Return why no guest can run there, and why none gets an IPv4 address."""
+        """Return why no guest can run on this attachment, and why none gets an IPv4 address."""
         if attachment.kind != 'network':
             return None, None
         build_problem, address_problem = self.read_dhcp(attachment.name).problems

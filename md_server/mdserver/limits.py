@@ -107,9 +107,9 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         self.adj.asyncore_loop_timeout = POLL_SECONDS  # as an adjustment it would be truncated to 0
 
     def admit(self, channel: _Channel) -> float:
-        """Return the monotonic time from which the connection may be read, infinity for never.
+        """Return the monotonic time from which the connection may be read, or infinity.
 
-        Marks a connection that is not allowed, and the oldest over the limit of its address, to be closed.
+        A connection that is not allowed is marked to be closed. If its address has too many, its oldest one is.
         """
         address, now = channel.addr[0], time.monotonic()
         if not self._is_allowed(address):

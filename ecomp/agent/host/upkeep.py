@@ -82,7 +82,7 @@ def find_abandoned_parts(state: Path) -> dict[str, str]:
 
 @dataclass(eq=False)
 class Upkeep:
-    """The looks of a compute at itself, each minute and to answer questions."""
+    """The checks and repairs of a compute's own host, each minute and when a command asks."""
 
     compute: str
     store: Store

@@ -235,7 +235,7 @@ class _Worker:
 
 # Not a multiprocessing.Pool, which never reports a job whose worker was killed.
 class Workers:
-    """Worker processes: `size` for one job of any kind each, and one for STOPPING_STEPS.
+    """`size` worker processes for one job of any kind each, and one more for STOPPING_STEPS.
 
     The last one stops guests while the others download. Jobs start in order, STOPPING_STEPS first. Builds of an image
     that a worker is downloading wait for it and share its outcome. While other jobs are queued, an extra worker makes
@@ -346,6 +346,7 @@ class Workers:
         return {ticket.image_in_flight for worker in self._workers for ticket in worker.tickets.values()} - {None}
 
     def _try_start(self) -> bool:
+        """Start a worker, or log the first of several failures and defer the next try."""
         try:
             self._start()
         except (OSError, RuntimeError) as error:

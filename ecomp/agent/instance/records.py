@@ -276,7 +276,7 @@ class Drop:
 
 
 def decide_republish(compute: str, remembered: MemoryEntry, is_here: bool, view: EtcdView) -> Publish | Drop | None:
-    """Decide what to republish of an instance that had not ended, or None for nothing."""
+    """Decide what of a remembered instance an older etcd lacks: Publish, Drop or None (nothing)."""
     present = view.request
     if view.is_finished(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
         return None

@@ -104,7 +104,7 @@ class Claimer:
     foreign: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim those candidates for which there is room, and return the instances that hold theirs."""
+        """Claim the candidates for which there is room, and return the instances with a claim."""
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
             return self._claim_part(candidates)

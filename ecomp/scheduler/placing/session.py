@@ -499,7 +499,7 @@ def make_removal(store: Store, removal: OldInstance) -> Change:
 
 
 def require_ended(other: str, owner: Mapping[str, object], entry: Entry, outcome: str = UNCHANGED) -> None:
-    """Raise Conflict unless the process of the `other` attempt ran here and has ended."""
+    """Raise Conflict unless the process that wrote `entry` ran on this host and has ended."""
     facts = load_object_or_empty(entry.value)
     host, pid = str(facts.get('host'))[:80], facts.get('pid')
     if host == owner['host'] and type(pid) is int and pid > 0:
