@@ -239,7 +239,7 @@ def _parse_shell(name: str, words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _parse_optional_command(name: str, words: Sequence[str]) -> tuple[str, ...]:
+def _parse_help_topic(name: str, words: Sequence[str]) -> tuple[str, ...]:
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
         raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')
@@ -252,7 +252,7 @@ _ROWS: Sequence[Command] = (
             'Describe a command: what it does, its options and its exit codes, as its --help does. Default: list all '
             'commands. `eschedule help` contacts no server and reads no configuration: it never exits with 7, and '
             '--config has no effect.',
-            _parse_optional_command, _print_help, needs_config=False, example='eschedule help host drain'),
+            _parse_help_topic, _print_help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'print the completion script of bash, zsh or fish',
             'Print a completion script for bash, zsh or fish. TAB then completes commands, options, and the names and '
             'uuids of instances, hosts, flavors, groups and projects; each TAB queries these names. bash: eschedule '

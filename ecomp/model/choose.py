@@ -123,10 +123,10 @@ def distribute(  # noqa: PLR0913
     rng: random.Random,
     group: Group | None = None,
     dead: Collection[str] = (),
-    used_computes: Iterable[str] = (),
+    stale_computes: Iterable[str] = (),
 ) -> list[Candidate]:
     """Choose for each of `count` instances the best candidate that has room, if any is left."""
-    # A class or provider that `rooms` lacks is unlimited. The room of `used_computes` has changed since the ranking.
+    # A class or provider that `rooms` lacks is unlimited. The room of `stale_computes` has changed since the ranking.
     changed, chosen = dict[str, dict[str, Room]](), list[Candidate]()
     counts = Counter(group.member_counts if group is not None else ())
 
@@ -137,7 +137,7 @@ def distribute(  # noqa: PLR0913
         weight = -rng.random() if strategy == RANDOM else _calculate_weight(candidate, room, strategy) or 0.0
         return candidate.is_troubled, -preference, -weight, position
 
-    heap = _CandidateHeap(ranking, strategy, make_entry, {*used_computes, *counts})
+    heap = _CandidateHeap(ranking, strategy, make_entry, {*stale_computes, *counts})
     while len(chosen) < count and (candidate := heap.pop()) is not None:
         compute, allocations = candidate.compute, candidate.allocations
         if any(each in dead for each in allocations) or (group is not None and not group.can_admit(compute, counts)):

@@ -414,7 +414,7 @@ class Store:
         raise unknown from error
 
     def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Writes) -> bool:
-        """Write `fence`, after whose success `operations` under the same condition cannot succeed."""
+        """Write `fence`, and return whether `operations` therefore failed, and can never succeed."""
         # Without an answer to this, too, the next read shows whether the key has changed.
         with suppress(errors.EcompError):
             request = messages.Transaction([condition], [fence])

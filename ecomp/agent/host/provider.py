@@ -306,7 +306,7 @@ class Registration:
 
 
 def require_names(placement: Placement, traits: Collection[str], classes: Collection[str]) -> None:
-    """Raise UsageError for a configured trait or resource class that placement does not know."""
+    """Raise UsageError for a configured class or standard trait that placement lacks."""
     # Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
     if unusual := frozenset(classes).difference(REQUIRED_CLASSES):
         never, yet = providers.find_unknown_names(placement, QueryNames(unusual, frozenset()))

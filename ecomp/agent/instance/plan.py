@@ -210,7 +210,7 @@ OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TRO
 
 
 def find_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return the fault to record for a guest that was active before, if there is one."""
+    """Return the fault that the record of a once active guest gets, or None to clear it."""
     fault, running = record.fault or '', guest is not None and guest.running
     if fault.startswith(order.REBUILD_FAILED) and not running:
         return fault  # it is why the disk is gone, for example

@@ -67,6 +67,7 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
 
 
 def _confirm_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
+    """Return the outcome of an earlier delivery, or raise Conflict if it is another order's."""
     if entries.queue_entry is not None:
         raise Conflict(f'{order.instance}: exists, and waits in a queue. Fix: use another uuid')
     require_matching(entries, order)

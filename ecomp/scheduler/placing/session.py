@@ -200,7 +200,7 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Grant the lease, and undo the attempt if the block raises an error."""
+        """Grant the lease, and undo the attempt after an error of the block but UnknownOutcome."""
         with report_unchanged():
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
         try:
