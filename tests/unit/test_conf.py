@@ -42,19 +42,11 @@ TOP = Path(__file__).resolve().parents[2]
 def test_defaults_without_a_file_point_at_localhost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_compute(None) == ComputeConfig(
-        uuid=None,
-        etcd=EtcdConfig(('localhost:2379',), None, None, None, 5.0),
-        placement=PlacementConfig('http://localhost:8080'),
-        resize=True,
-        networks=(Attachment('network', 'default'),),
-        metadata='network',
-        state=Path('/var/lib/ecompute'),
-        workers=None,
-        inventory=None,
-        virt_type='auto',
-        images=None,
-        directory=tmp_path,
-    )
+        uuid=None, etcd=EtcdConfig(('localhost:2379',), None, None, None, 5.0),
+        placement=PlacementConfig('http://localhost:8080'), resize=True, networks=(Attachment('network', 'default'),),
+        metadata='network', state=Path('/var/lib/ecompute'), workers=None, inventory=None, virt_type='auto',
+        images=None, directory=tmp_path,
+    )  # fmt: skip
     assert load_schedule(None) == ScheduleConfig(
         EtcdConfig(), PlacementConfig('http://localhost:8080'), DEFAULT_IMAGE, DEFAULT_USER_ID, DEFAULT_PROJECT_ID
     )
@@ -150,25 +142,15 @@ ignore_warnings: [libvirt-version]
 """
     )
     assert config == ComputeConfig(
-        uuid=UUID,
-        etcd=EtcdConfig(('ds1:2380',), tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', 2.5),
-        placement=PlacementConfig('https://ds1:8081/placement'),
-        resize=False,
-        networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')),
-        metadata='iso',
-        state=tmp_path / 'state/here',
-        workers=64,
-        inventory={'VCPU': 4, 'CUSTOM_GPU_2': 1},
-        traits=('HW_CPU_X86_AVX2', 'CUSTOM_RACK_7'),
-        aggregates=(UUID,),
-        allocation_ratios={'VCPU': 16.0, 'MEMORY_MB': 1.5},
-        virt_type='qemu',
-        images=tmp_path.parent / 'images',
+        uuid=UUID, etcd=EtcdConfig(('ds1:2380',), tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', 2.5),
+        placement=PlacementConfig('https://ds1:8081/placement'), resize=False,
+        networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')), metadata='iso',
+        state=tmp_path / 'state/here', workers=64, inventory={'VCPU': 4, 'CUSTOM_GPU_2': 1},
+        traits=('HW_CPU_X86_AVX2', 'CUSTOM_RACK_7'), aggregates=(UUID,),
+        allocation_ratios={'VCPU': 16.0, 'MEMORY_MB': 1.5}, virt_type='qemu', images=tmp_path.parent / 'images',
         image_sources=('images.example.org', '10.1.0.0/16', '127.0.0.1/32', 'fd12::/64'),
-        image_proxy='http://proxy:3128',
-        ignore_warnings=('libvirt-version',),
-        directory=tmp_path,
-    )
+        image_proxy='http://proxy:3128', ignore_warnings=('libvirt-version',), directory=tmp_path,
+    )  # fmt: skip
 
 
 def test_unreadable_certificate_of_another_user_is_one_line() -> None:

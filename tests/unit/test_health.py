@@ -21,14 +21,7 @@ from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import EcompError, Problem, Unreachable
 from ecomp.model import audit
-from ecomp.model.finding import (
-    COMPUTES,
-    MACHINE,
-    SERVERS,
-    Finding,
-    get_exit_code,
-    run_checks,
-)
+from ecomp.model.finding import COMPUTES, MACHINE, SERVERS, Finding, get_exit_code, run_checks
 from ecomp.model.guest import Attachment
 from ecomp.model.health import CHECKS, Backends, ComputeFacts, LibvirtFacts, MachineFacts, StateDirectory
 from ecomp.model.host import CLOSED, NO_COMPUTES, ORPHANED, SILENT, UP, Host, PresenceFacts
@@ -81,33 +74,26 @@ def fail_tls(section: str, failure: TlsFailure) -> Backends:
 
 
 BACKEND_FAULTS = [
-    fail('etcd', EcompError('etcd … cannot be reached. Fix: another')),
-    fail('etcd', Unreachable('away'), None),
+    fail('etcd', EcompError('etcd … cannot be reached. Fix: another')), fail('etcd', Unreachable('away'), None),
     fail('placement', EcompError('it is too old')),
     *(fail_tls(each, TlsFailure[name]) for each in ('etcd', 'placement') for name in ('NOT_YET_VALID', 'EXPIRED')),
     fail_tls('etcd', TlsFailure.OWN_MISSING),
     *(fail_tls('placement', TlsFailure[name]) for name in ('OWN_REFUSED', 'OWN_MISSING', 'OWN_EXPIRED', 'HUNG_UP')),
-    replace(HEALTHY, etcd_version='3.4.23'),
-    replace(HEALTHY, placement_version='1.30'),
-    replace(HEALTHY, placement_version='new'),
-    replace(HEALTHY, ahead_seconds=3600.2),
-    replace(HEALTHY, ahead_seconds=-3600.2),
-    replace(HEALTHY, certificates={'/c': NOW}),
-    replace(HEALTHY, certificates={'/c': NOW + timedelta(1)}),
-    replace(HEALTHY, certificates={'/c': None}),
+    replace(HEALTHY, etcd_version='3.4.23'), replace(HEALTHY, placement_version='1.30'),
+    replace(HEALTHY, placement_version='new'), replace(HEALTHY, ahead_seconds=3600.2),
+    replace(HEALTHY, ahead_seconds=-3600.2), replace(HEALTHY, certificates={'/c': NOW}),
+    replace(HEALTHY, certificates={'/c': NOW + timedelta(1)}), replace(HEALTHY, certificates={'/c': None}),
     replace(HEALTHY, open_secrets=('/c',)),
-]
+]  # fmt: skip
 
 
 COMPUTE_FAULTS = [
-    ComputeFacts((make_host(SILENT, None),)),
-    ComputeFacts((make_host(CLOSED),)),
-    ComputeFacts((make_host(ORPHANED, None),)),
-    ComputeFacts((make_host(version='1.9.0'),), '1.10.0'),
+    ComputeFacts((make_host(SILENT, None),)), ComputeFacts((make_host(CLOSED),)),
+    ComputeFacts((make_host(ORPHANED, None),)), ComputeFacts((make_host(version='1.9.0'),), '1.10.0'),
     ComputeFacts((make_host(version='1.10.0'),), '1.9.0'),
     ComputeFacts((make_host(version='1.9.0+g01234567'),), '1.9.0+g89abcdef'),
     ComputeFacts(unserved=Problem('web1 waits', 'set `queues: True`')),
-]
+]  # fmt: skip
 
 
 def test_finding_without_a_cure_promises_none() -> None:

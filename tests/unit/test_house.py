@@ -164,17 +164,13 @@ def find_circles(modules: Mapping[str, str]) -> list[str]:
     return []
 
 
-RULES: list[Callable[[Mapping[str, str]], list[str]]] = [
-    find_wrong_imports,
-    find_wrong_calls,
-    find_telegrams,
-    find_circles,
-]
+Rule = Callable[[Mapping[str, str]], list[str]]
+RULES: list[Rule] = [find_wrong_imports, find_wrong_calls, find_telegrams, find_circles]
 
 
 @parses_modules
 @pytest.mark.parametrize('rule', RULES)
-def test_product_follows_the_rule(rule: Callable[[Mapping[str, str]], list[str]]) -> None:
+def test_product_follows_the_rule(rule: Rule) -> None:
     assert rule(read_modules()) == []
 
 

@@ -13,14 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.jobs import (
-    FIRST_BACKOFF_SECONDS,
-    MAX_BACKOFF_SECONDS,
-    Deferrals,
-    FailureLog,
-    Loop,
-    Waker,
-)
+from ecomp.agent.jobs import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, Deferrals, FailureLog, Loop, Waker
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from tests.kit.servers import wait_until

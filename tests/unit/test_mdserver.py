@@ -508,17 +508,13 @@ second: {make_key('ssh-rsa', '100% me: %(x)s')}
 third = {make_key('sk-ssh-ed25519@openssh.com', '')}
 """
     assert parse(text, tmp_path / 'mdserver.conf') == Config(
-        '192.0.2.1',
-        8775,
-        tmp_path / 'state/metadata',
-        f'{tmp_path}/dnsmasq/*.status',
-        tmp_path / 'data',
+        '192.0.2.1', 8775, tmp_path / 'state/metadata', f'{tmp_path}/dnsmasq/*.status', tmp_path / 'data',
         (
             ('default', make_key()),
             ('second', make_key('ssh-rsa', '100% me: %(x)s')),
             ('third', make_key('sk-ssh-ed25519@openssh.com', '')),
         ),
-    )
+    )  # fmt: skip
 
 
 def test_user_data_too_large(tmp_path: Path) -> None:

@@ -41,12 +41,7 @@ from ecomp.model.choose import (
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import (
-    MAX_CONCURRENT_CALLS,
-    MAX_INSTANCES_PER_CALL,
-    Claimer,
-    split_into_blocks,
-)
+from ecomp.scheduler.placing.claim import MAX_CONCURRENT_CALLS, MAX_INSTANCES_PER_CALL, Claimer, split_into_blocks
 from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, MAX_REFRESHES, Contention, Scheduler, Session
 from ecomp.shared.attempts import count_placements_before_and_after, list_attempted_instances
 from ecomp.store.client import Entry, Snapshot, Store

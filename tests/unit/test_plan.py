@@ -94,13 +94,9 @@ STATES = (None, SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR)
 
 # {state: task for a request, with any guest}. ACTIVE and STOPPED depend on the guest, see get_expected_kind().
 KIND_BY_STATE = {
-    None: Kind.BUILD,
-    SCHEDULED: Kind.BUILD,
-    BUILDING: Kind.BUILD,
-    DESTROYING: Kind.BUILD,
-    GONE: Kind.CLEAR,
+    None: Kind.BUILD, SCHEDULED: Kind.BUILD, BUILDING: Kind.BUILD, DESTROYING: Kind.BUILD, GONE: Kind.CLEAR,
     ERROR: Kind.CLEAR,
-}
+}  # fmt: skip
 
 
 def make_record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') -> Record:
@@ -139,15 +135,9 @@ def test_plan_table() -> None:
 
 # {(the number in the request, `rebuilt` of the record): whether it is due}
 REBUILDS = {
-    (0, None): False,
-    (7, None): True,
-    (7, '5'): True,
-    (7, '5:begun'): True,
-    (7, '7:begun'): True,
-    (7, '7'): False,
-    (7, '9'): False,
-    (7, '9:begun'): False,
-}
+    (0, None): False, (7, None): True, (7, '5'): True, (7, '5:begun'): True, (7, '7:begun'): True, (7, '7'): False,
+    (7, '9'): False, (7, '9:begun'): False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('state', [ACTIVE, STOPPED])
@@ -191,26 +181,18 @@ def test_instances_are_planned_independently() -> None:
 def test_power_task_names_the_fault() -> None:
     reasons = {name: plan_instance(REQUEST, make_record(ACTIVE), guest) for name, guest in GUESTS.items()}
     assert {name: tasks[0].reason for name, tasks in reasons.items() if tasks} == {
-        'nothing': 'its domain and its disk are gone',
-        'is off': 'it is off',
-        'runs without a disk': 'its disk is gone',
-        'runs without a definition': UNDEFINED,
-        'runs no more, it is paused': NO_SPACE,
-        'is off, killed': CRASHED,
-        'is off without a disk': 'its disk is gone',
-        'only a disk': 'its domain is gone, its disk is there',
-    }
+        'nothing': 'its domain and its disk are gone', 'is off': 'it is off', 'runs without a disk': 'its disk is gone',
+        'runs without a definition': UNDEFINED, 'runs no more, it is paused': NO_SPACE, 'is off, killed': CRASHED,
+        'is off without a disk': 'its disk is gone', 'only a disk': 'its domain is gone, its disk is there',
+    }  # fmt: skip
     assert plan_instance(REQUEST, make_record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
 
 
 # Faults that end once their cause is gone.
 TRANSIENT_FAULTS = (
-    PAUSED,
-    f'{UNPLUGGED} (vnet0): network default is off',
-    f'{INTERFACE_DOWN} (vnet0)',
-    f'{UNFILTERED} (vnet0): RULE_DELETE failed',
-    f'{NO_SPACE}; {REFUSED_METADATA}: no lease',
-)
+    PAUSED, f'{UNPLUGGED} (vnet0): network default is off', f'{INTERFACE_DOWN} (vnet0)',
+    f'{UNFILTERED} (vnet0): RULE_DELETE failed', f'{NO_SPACE}; {REFUSED_METADATA}: no lease',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -351,14 +333,9 @@ RUNS = Guest(INSTANCE, HERE, defined=True, running=True, disk=True)
 IS_OFF = replace(RUNS, running=False)
 FROZEN = replace(RUNS, troubles=(GuestTrouble(NO_SPACE),))
 RECORDED_POWERS = (
-    None,
-    EARLIER_ACTION,
-    f'{EARLIER_ACTION}:{SHUTDOWN_REQUESTED}',
-    f'{EARLIER_ACTION}:{SHUT_OFF}',
-    THIS_ACTION,
-    f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}',
-    f'{THIS_ACTION}:{SHUT_OFF}',
-)
+    None, EARLIER_ACTION, f'{EARLIER_ACTION}:{SHUTDOWN_REQUESTED}', f'{EARLIER_ACTION}:{SHUT_OFF}', THIS_ACTION,
+    f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', f'{THIS_ACTION}:{SHUT_OFF}',
+)  # fmt: skip
 
 # Tasks for a running guest by its record's power. A guest that is off gets the same task for each of them.
 RUNNING_KINDS: dict[str, dict[str | None, Kind]] = {

@@ -225,15 +225,9 @@ def test_a_stop_and_a_start() -> None:
 
 
 MACHINE = MachineUsage(
-    cores=4,
-    memory=8 * GIB,
-    memory_used=3 * GIB,
-    memory_guests=1 * GIB,
-    disk=100 * GIB,
-    disk_used=40 * GIB,
-    disk_guests=10 * GIB,
-    disk_cached=2 * GIB,
-)
+    cores=4, memory=8 * GIB, memory_used=3 * GIB, memory_guests=1 * GIB, disk=100 * GIB, disk_used=40 * GIB,
+    disk_guests=10 * GIB, disk_cached=2 * GIB,
+)  # fmt: skip
 
 
 def test_only_what_others_use_is_reserved() -> None:

@@ -50,16 +50,9 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 SMALL = Flavor('small', SIZE)
 IMAGE = 'http://images.example/i.qcow2'
 WAITING = QueueEntry(
-    INSTANCE,
-    Flavor('small', SIZE, ('T_A',), ('T_B',)),
-    image=IMAGE,
-    user_id='a user',
-    project_id='a project',
-    stages={'requested': 'then'},
-    name='web1',
-    ssh_keys=('ssh-ed25519 AAAA',),
-    user_data_sha256='f' * 64,
-)
+    INSTANCE, Flavor('small', SIZE, ('T_A',), ('T_B',)), image=IMAGE, user_id='a user', project_id='a project',
+    stages={'requested': 'then'}, name='web1', ssh_keys=('ssh-ed25519 AAAA',), user_data_sha256='f' * 64,
+)  # fmt: skip
 
 
 def change_value(**fields: Any) -> bytes:
@@ -268,20 +261,12 @@ FAST = Flavor('fast', SIZE, ('CUSTOM_FAST',))
 SLOW = Flavor('slow', SIZE, (), ('CUSTOM_FAST',))
 
 
-@pytest.mark.parametrize(
-    ('room', 'revision'),
-    [
-        (make_provider(), 2),
-        (make_provider(used=1), 2),
-        (make_provider(used=2), 3),
-        (make_provider(used=4), None),
-        (make_provider(traits=('CUSTOM_FAST',)), 1),
-        (make_provider(used=2, traits=('CUSTOM_FAST',)), 1),
-        (make_provider(traits=('CUSTOM_FAST', DISABLED)), None),
-        (make_provider(MEMORY_MB=64), None),
-        (Provider(COMPUTE), None),
-    ],
-)
+@pytest.mark.parametrize(('room', 'revision'), [
+    (make_provider(), 2), (make_provider(used=1), 2), (make_provider(used=2), 3),
+    (make_provider(used=4), None), (make_provider(traits=('CUSTOM_FAST',)), 1),
+    (make_provider(used=2, traits=('CUSTOM_FAST',)), 1), (make_provider(traits=('CUSTOM_FAST', DISABLED)), None),
+    (make_provider(MEMORY_MB=64), None), (Provider(COMPUTE), None),
+])  # fmt: skip
 def test_oldest_fitting_request_is_taken(room: Provider, revision: int | None) -> None:
     waiting = make_places(FAST, LARGE, SMALL, SLOW)
     place = make_taker(room)._choose(update_backlog(make_entries(waiting), Backlog()))

@@ -314,14 +314,9 @@ def parse_value(value: bytes | str | dict[str, Any], key: str = KEY) -> Request 
 def test_a_destroy_of_2019_is_a_tombstone() -> None:
     # The 2019 destroy took the body of GET /allocations/<uuid>, emptied it and added two fields.
     message = {
-        'allocations': {},
-        'consumer_generation': 1,
-        'project_id': 'p',
-        'user_id': 'u',
-        'consumer_type': 'INSTANCE',
-        'instance': INSTANCE,
-        'image': None,
-    }
+        'allocations': {}, 'consumer_generation': 1, 'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE',
+        'instance': INSTANCE, 'image': None,
+    }  # fmt: skip
     result = parse_value(message)
     assert isinstance(result, Request)
     assert result.is_tombstone

@@ -49,15 +49,12 @@ def test_puts_of_one_new_revision_prove_the_commit() -> None:
 @pytest.mark.parametrize(
     'entries',
     [
-        (REQUEST,),
-        (Entry('/request', b'other', 9), NAME),
-        (REQUEST, Entry('/name', b'n', 9, 8)),
+        (REQUEST,), (Entry('/request', b'other', 9), NAME), (REQUEST, Entry('/name', b'n', 9, 8)),
         # Equal values that two other transactions wrote, or one that deleted nothing.
-        (REQUEST, Entry('/name', b'n', 8, 7)),
-        (Entry('/attempt', b'a', 6), REQUEST, NAME),
+        (REQUEST, Entry('/name', b'n', 8, 7)), (Entry('/attempt', b'a', 6), REQUEST, NAME),
     ],
     ids=['missing', 'other value', 'other lease', 'two revisions', 'nothing deleted'],
-)
+)  # fmt: skip
 def test_other_entries_prove_nothing(entries: tuple[Entry, ...]) -> None:
     evidence = find(*entries)
     assert not evidence.revision

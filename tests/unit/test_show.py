@@ -92,37 +92,21 @@ COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW = '2026-01-31T12:00:00.000Z'
 RECORD = Record(
-    INSTANCE,
-    COMPUTE,
-    ACTIVE,
-    image='http://h/i',
-    resources={'VCPU': 1},
-    query='resources=VCPU:1',
+    INSTANCE, COMPUTE, ACTIVE, image='http://h/i', resources={'VCPU': 1}, query='resources=VCPU:1',
     stages={'requested': NOW},
-)
+)  # fmt: skip
 ADDRESSED = replace(RECORD, addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1'),))
 FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server returned HTTP 404', 'nothing remains'))
 
 
 # A value of each field of an order that is not its default.
 ORDER_VALUES: dict[str, Any] = {
-    'image': 'http://h/other',
-    'user_id': 'ann',
-    'project_id': 'shop',
-    'query': 'resources=VCPU:2',
-    'stages': {'requested': '2026-01-31T13:00:00.000Z'},
-    'name': 'web1',
-    'ssh_keys': ('ssh-ed25519 A',),
-    'user_data_sha256': 'a' * 64,
-    'user_data': b'#!/bin/sh',
-    'count': 2,
-    'group': Membership('web'),
-    'stack': Place('shop', 'web', 1, COMPUTE, 1),
-    'replaces': INSTANCE,
-    'replaced_by': COMPUTE,
-    'is_adopted': True,
+    'image': 'http://h/other', 'user_id': 'ann', 'project_id': 'shop', 'query': 'resources=VCPU:2',
+    'stages': {'requested': '2026-01-31T13:00:00.000Z'}, 'name': 'web1', 'ssh_keys': ('ssh-ed25519 A',),
+    'user_data_sha256': 'a' * 64, 'user_data': b'#!/bin/sh', 'count': 2, 'group': Membership('web'),
+    'stack': Place('shop', 'web', 1, COMPUTE, 1), 'replaces': INSTANCE, 'replaced_by': COMPUTE, 'is_adopted': True,
     'is_protected': True,
-}
+}  # fmt: skip
 RECORDED_VALUES = {name: ORDER_VALUES[name] for name in RECORDED_FIELDS}
 # What `show --command` does not set: who asked and when, the number of a set, the places in a stack and of an
 # evacuation; and no command creates an adopted one. Keys and user-data are options, too, but name files, which

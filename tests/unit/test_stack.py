@@ -499,18 +499,13 @@ def test_large_or_binary_file_is_refused(mistakes: Callable[..., list[str]], con
 GOOD = 'stack: a\ninstances:\n  web: {flavor: small}\n'
 
 
-@pytest.mark.parametrize(
-    'content',
-    [
-        b'\xef\xbb\xbf' + GOOD.encode(),
-        GOOD.replace('\n', '\r\n'),
-        GOOD.rstrip(),
-        f'%YAML 1.2\n---\n{GOOD}...\n',
-        json.dumps({'stack': 'a', 'instances': {'web': {'flavor': 'small'}}}),
-        json.dumps({'stack': 'a', 'instances': {'web': {'flavor': 'small'}}}, indent='\t'),
-        '{"stack": "\\u0061", "instances": {"w\\u0065b": {"flavor": "small"}}}',
-    ],
-)
+@pytest.mark.parametrize('content', [
+    b'\xef\xbb\xbf' + GOOD.encode(), GOOD.replace('\n', '\r\n'),
+    GOOD.rstrip(), f'%YAML 1.2\n---\n{GOOD}...\n',
+    json.dumps({'stack': 'a', 'instances': {'web': {'flavor': 'small'}}}),
+    json.dumps({'stack': 'a', 'instances': {'web': {'flavor': 'small'}}}, indent='\t'),
+    '{"stack": "\\u0061", "instances": {"w\\u0065b": {"flavor": "small"}}}',
+])  # fmt: skip
 def test_same_stack_in_other_encodings(load: Callable[..., StackFile], content: str | bytes) -> None:
     assert load(content).instances == load(GOOD).instances
 

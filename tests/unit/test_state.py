@@ -476,17 +476,12 @@ def test_destroy_in_flight_continues(is_here: bool, etcd_view: EtcdView) -> None
 
 @pytest.mark.parametrize('state', [ACTIVE, STOPPED, BUILDING, DESTROYING])
 @pytest.mark.parametrize('is_here', [True, False])
-@pytest.mark.parametrize(
-    'etcd_view',
-    [
-        EtcdView(TOMBSTONE, WRITTEN),
-        EtcdView(TOMBSTONE),
-        EtcdView(InvalidRequest(GUEST, 'no'), WRITTEN),
-        EtcdView(None, WRITTEN.enter_state(GONE, 'T4')),
-        EtcdView(REQUESTED, WRITTEN.enter_state(ERROR, 'T4')),
-        EtcdView(REQUESTED, replace(WRITTEN, compute=OTHER_COMPUTE)),
-    ],
-)
+@pytest.mark.parametrize('etcd_view', [
+    EtcdView(TOMBSTONE, WRITTEN), EtcdView(TOMBSTONE),
+    EtcdView(InvalidRequest(GUEST, 'no'), WRITTEN), EtcdView(None, WRITTEN.enter_state(GONE, 'T4')),
+    EtcdView(REQUESTED, WRITTEN.enter_state(ERROR, 'T4')),
+    EtcdView(REQUESTED, replace(WRITTEN, compute=OTHER_COMPUTE)),
+])  # fmt: skip
 def test_cases_left_to_the_planner(state: str, is_here: bool, etcd_view: EtcdView) -> None:
     assert decide_republish(HERE, make_entry(state), is_here, etcd_view) is None
 
@@ -500,16 +495,11 @@ def test_ended_instance_is_not_built_again(older: object) -> None:
     assert last.fault == 'it had finished before etcd was restored'
 
 
-@pytest.mark.parametrize(
-    'etcd_view',
-    [
-        EtcdView(),
-        EtcdView(None, WRITTEN),
-        EtcdView(TOMBSTONE, WRITTEN),
-        EtcdView(InvalidRequest(GUEST, 'no')),
-        EtcdView(REQUESTED, WRITTEN.enter_state(GONE, 'T4')),
-        EtcdView(REQUESTED, replace(WRITTEN, compute=OTHER_COMPUTE)),
-    ],
-)
+@pytest.mark.parametrize('etcd_view', [
+    EtcdView(), EtcdView(None, WRITTEN),
+    EtcdView(TOMBSTONE, WRITTEN), EtcdView(InvalidRequest(GUEST, 'no')),
+    EtcdView(REQUESTED, WRITTEN.enter_state(GONE, 'T4')),
+    EtcdView(REQUESTED, replace(WRITTEN, compute=OTHER_COMPUTE)),
+])  # fmt: skip
 def test_end_known_to_etcd_is_not_published(etcd_view: EtcdView) -> None:
     assert make_end_record(HERE, etcd_view, NOW) is None

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.trouble import (
-    MALFORMED,
-    MAX_BYTES,
-    BuildFailure,
-    encode_trouble,
-    find_build_trouble,
-    parse_trouble,
-)
+from ecomp.model.trouble import MALFORMED, MAX_BYTES, BuildFailure, encode_trouble, find_build_trouble, parse_trouble
 
 
 @given(st.lists(st.text(min_size=1), max_size=40))
@@ -38,23 +31,12 @@ def test_two_reasons_are_shown_in_one_line() -> None:
     assert str(parse_trouble(value.encode())) == 'no free address on network default; network blue is off'
 
 
-@pytest.mark.parametrize(
-    'value',
-    [
-        b'',
-        b'{',
-        b'[]',
-        b'{"reasons": []}',
-        b'{"reasons": [""]}',
-        b'{"reasons": "disk"}',
-        b'{"version": 2, "reasons": ["disk"]}',
-        b'{"reasons": ["a\\nb"]}',
-        b'{"reasons": ["\\u001b[2J"]}',
-        b'{"reasons": ["\\ud800"]}',
-        json.dumps({'reasons': ['a' * MAX_BYTES]}).encode(),
-        b'{"reasons": [' + b'"a", ' * 300 + b'"a"]}',
-    ],
-)
+@pytest.mark.parametrize('value', [
+    b'', b'{', b'[]', b'{"reasons": []}', b'{"reasons": [""]}', b'{"reasons": "disk"}',
+    b'{"version": 2, "reasons": ["disk"]}', b'{"reasons": ["a\\nb"]}', b'{"reasons": ["\\u001b[2J"]}',
+    b'{"reasons": ["\\ud800"]}', json.dumps({'reasons': ['a' * MAX_BYTES]}).encode(),
+    b'{"reasons": [' + b'"a", ' * 300 + b'"a"]}',
+])  # fmt: skip
 def test_a_malformed_trouble_is_a_trouble(value: bytes) -> None:
     assert str(parse_trouble(value)) == MALFORMED
 
@@ -64,18 +46,11 @@ def test_what_is_shown_of_any_value_is_one_printable_line(value: bytes) -> None:
     assert str(parse_trouble(value)).isprintable()
 
 
-@pytest.mark.parametrize(
-    ('failures', 'now', 'is_trouble'),
-    [
-        ([], 0, False),
-        ([(0, 'a'), (10, 'a'), (20, 'a')], 20, False),
-        ([(0, 'a'), (10, 'b')], 10, True),
-        ([(0, 'a'), (599, 'b')], 1198, True),
-        ([(0, 'a'), (599, 'b')], 1199, False),
-        ([(0, 'a'), (600, 'b')], 600, False),
-        ([(0, 'a'), (10, 'b'), (500, 'a')], 1000, True),
-    ],
-)
+@pytest.mark.parametrize(('failures', 'now', 'is_trouble'), [
+    ([], 0, False), ([(0, 'a'), (10, 'a'), (20, 'a')], 20, False), ([(0, 'a'), (10, 'b')], 10, True),
+    ([(0, 'a'), (599, 'b')], 1198, True), ([(0, 'a'), (599, 'b')], 1199, False),
+    ([(0, 'a'), (600, 'b')], 600, False), ([(0, 'a'), (10, 'b'), (500, 'a')], 1000, True),
+])  # fmt: skip
 def test_failures_of_two_images_within_ten_minutes_last_for_ten_more(
     failures: list[tuple[float, str]], now: float, is_trouble: bool
 ) -> None:

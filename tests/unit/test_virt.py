@@ -31,18 +31,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can ask as 
 
 
 @needs_root
-@pytest.mark.parametrize(
-    ('mode', 'group', 'entry', 'can_enter', 'can_write'),
-    [
-        (0o711, 0, (), True, False),
-        (0o700, 0, (), False, False),
-        (0o706, 0, (), False, True),
-        (0o710, 4713, (), True, False),
-        (0o701, 4713, (), False, False),
-        (0o700, 0, (2, 1, 4711), True, False),
-        (0o700, 0, (8, 7, 4713), True, True),
-    ],
-)
+@pytest.mark.parametrize(('mode', 'group', 'entry', 'can_enter', 'can_write'), [
+    (0o711, 0, (), True, False), (0o700, 0, (), False, False), (0o706, 0, (), False, True),
+    (0o710, 4713, (), True, False), (0o701, 4713, (), False, False), (0o700, 0, (2, 1, 4711), True, False),
+    (0o700, 0, (8, 7, 4713), True, True),
+])  # fmt: skip
 def test_access_of_another_user(
     mode: int, group: int, entry: tuple[int, ...], tmp_path: Path, *, can_enter: bool, can_write: bool
 ) -> None:
@@ -214,14 +207,9 @@ else:
 GOLDEN = Path(__file__).parent / 'golden'
 IMAGES = '/var/lib/ecompute/images'
 FULL = GuestSpec(
-    instance='0b4e5b1e-4f3c-4b58-9d1f-6f1a3e1f0001',
-    compute='c0ffee00-0000-4000-8000-000000000001',
-    vcpus=2,
-    memory_mb=512,
-    disk_gb=3,
-    base=BaseImage(f'{IMAGES}/base-cirros.qcow2', 'qcow2', 117_440_512),
-    virt_type='qemu',
-)
+    instance='0b4e5b1e-4f3c-4b58-9d1f-6f1a3e1f0001', compute='c0ffee00-0000-4000-8000-000000000001', vcpus=2,
+    memory_mb=512, disk_gb=3, base=BaseImage(f'{IMAGES}/base-cirros.qcow2', 'qcow2', 117_440_512), virt_type='qemu',
+)  # fmt: skip
 DISK = f'{IMAGES}/{FULL.instance}.qcow2'
 LOG = f'/var/lib/ecompute/console/{FULL.instance}.log'
 

@@ -139,18 +139,12 @@ def test_image_that_boots_by_uefi_only_is_refused(
     assert refusal == 'the image boots by UEFI only. Fix: use an image that also boots by BIOS'
 
 
-@pytest.mark.parametrize(
-    ('table', 'content'),
-    [
-        (f'label: gpt; {BIOS_BOOT}; {ESP}', {0: BOOT_CODE}),
-        (f'label: gpt; {BIOS_BOOT}; {ESP}', {}),
-        (f'label: gpt; {ESP}', {0: BOOT_CODE}),
-        (f'label: gpt; {ESP}', {446: HYBRID_MBR}),
-        ('label: gpt; type=linux, size=1MiB', {}),
-        (f'label: dos; {MBR_ESP}; type=linux, bootable', {0: BOOT_CODE}),
-        ('label: dos; type=linux, bootable', {}),
-    ],
-)
+@pytest.mark.parametrize(('table', 'content'), [
+    (f'label: gpt; {BIOS_BOOT}; {ESP}', {0: BOOT_CODE}), (f'label: gpt; {BIOS_BOOT}; {ESP}', {}),
+    (f'label: gpt; {ESP}', {0: BOOT_CODE}), (f'label: gpt; {ESP}', {446: HYBRID_MBR}),
+    ('label: gpt; type=linux, size=1MiB', {}), (f'label: dos; {MBR_ESP}; type=linux, bootable', {0: BOOT_CODE}),
+    ('label: dos; type=linux, bootable', {}),
+])  # fmt: skip
 def test_image_that_may_boot_by_bios_is_accepted(
     table: str, content: dict[int, bytes], make_partitioned: Callable[[str, dict[int, bytes]], Path]
 ) -> None:
@@ -223,21 +217,13 @@ def test_truncated_qcow2_is_refused(part: float, qcow2: Path) -> None:
 
 
 @needs_qemu_img
-@pytest.mark.parametrize(
-    ('offset', 'value', 'words'),
-    [
-        (20, struct.pack('>I', 60), 'an invalid size'),
-        (24, struct.pack('>Q', 0), 'an invalid size'),
-        (24, struct.pack('>Q', 60 * 2**40), 'do not cover'),
-        (32, struct.pack('>I', 1), 'encrypted'),
-        (36, struct.pack('>I', 2**32 - 1), 'table larger than QEMU accepts'),
-        (36, struct.pack('>I', 2**21), 'cut-off'),
-        (40, struct.pack('>Q', 2**60), 'cut-off'),
-        (72, struct.pack('>Q', 0b10), 'corrupt'),
-        (72, struct.pack('>Q', 0b10000), 'extended_l2'),
-        (72, struct.pack('>Q', 0b100000), 'nknown'),
-    ],
-)
+@pytest.mark.parametrize(('offset', 'value', 'words'), [
+    (20, struct.pack('>I', 60), 'an invalid size'), (24, struct.pack('>Q', 0), 'an invalid size'),
+    (24, struct.pack('>Q', 60 * 2**40), 'do not cover'), (32, struct.pack('>I', 1), 'encrypted'),
+    (36, struct.pack('>I', 2**32 - 1), 'table larger than QEMU accepts'), (36, struct.pack('>I', 2**21), 'cut-off'),
+    (40, struct.pack('>Q', 2**60), 'cut-off'), (72, struct.pack('>Q', 0b10), 'corrupt'),
+    (72, struct.pack('>Q', 0b10000), 'extended_l2'), (72, struct.pack('>Q', 0b100000), 'nknown'),
+])  # fmt: skip
 def test_qcow2_with_a_hostile_header_is_refused(offset: int, value: bytes, words: str, qcow2: Path) -> None:
     with qcow2.open('r+b') as file:
         file.seek(offset)

@@ -40,13 +40,10 @@ def make_lease(mac: str | None, address: str, expiry: int, kind: int = 0) -> dic
 
 def test_newest_lease_of_each_mac() -> None:
     leases = [
-        make_lease(MAC, '10.0.0.2', 200),
-        make_lease(MAC, '10.0.0.1', 100),
-        make_lease(MAC, 'fd00::1', 900, kind=1),
-        make_lease(None, 'fd00::2', 900, kind=1),
-        make_lease(OTHER.upper(), '10.0.0.3', 50),
+        make_lease(MAC, '10.0.0.2', 200), make_lease(MAC, '10.0.0.1', 100), make_lease(MAC, 'fd00::1', 900, kind=1),
+        make_lease(None, 'fd00::2', 900, kind=1), make_lease(OTHER.upper(), '10.0.0.3', 50),
         make_lease('52:54:00:00:00:99', '10.0.0.4', 999),
-    ]
+    ]  # fmt: skip
     addresses = pick_newest_leases(leases, [MAC, OTHER], NETWORK)
     assert {mac: (address.address, address.source) for mac, address in addresses.items()} == {
         MAC: ('10.0.0.2', 'lease'),
