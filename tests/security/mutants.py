@@ -10,16 +10,10 @@ from typing import Any
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 # JSON that json.dumps cannot write, by its placeholder.
 RAW_JSON = {
-    'RAW-HUGE': '1e999',
-    'RAW-HUGER': '-1e999',
-    'RAW-NAN': 'NaN',
-    'RAW-ENDLESS': '9' * 5000,
-    'RAW-LONG': '9' * 4299,
-    'RAW-DEEP': '[' * 3000 + ']' * 3000,
-    'RAW-DEEPER': '{"a":' * 700 + '1' + '}' * 700,
-    'RAW-HALF': '[1, {"a": ',
-    'RAW-DOUBLE': '{"a": 1, "a": 2}',
-}
+    'RAW-HUGE': '1e999', 'RAW-HUGER': '-1e999', 'RAW-NAN': 'NaN',
+    'RAW-ENDLESS': '9' * 5000, 'RAW-LONG': '9' * 4299, 'RAW-DEEP': '[' * 3000 + ']' * 3000,
+    'RAW-DEEPER': '{"a":' * 700 + '1' + '}' * 700, 'RAW-HALF': '[1, {"a": ', 'RAW-DOUBLE': '{"a": 1, "a": 2}',
+}  # fmt: skip
 
 
 def make_nested(depth: int) -> list[Any]:

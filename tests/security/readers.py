@@ -216,37 +216,19 @@ def read_known_identity(value: bytes) -> None:
 
 PLACE = Stack('shop', OTHER_UUID).make_place('web/2', 7)
 RECORD = Record(
-    *(INSTANCE, COMPUTE, 'active'),
-    image=IMAGE,
-    resources={'VCPU': 1, 'DISK_GB': 2},
-    query='resources=VCPU:1',
-    user_id='u',
-    project_id='p',
-    addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1', 'lease', '10.0.0.1'),),
-    console='h:/c',
+    *(INSTANCE, COMPUTE, 'active'), image=IMAGE, resources={'VCPU': 1, 'DISK_GB': 2}, query='resources=VCPU:1',
+    user_id='u', project_id='p',
+    addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1', 'lease', '10.0.0.1'),), console='h:/c',
     stages={'requested': NOW, 'scheduled': NOW, 'started': '2026-01-31T12:00:01.000Z'},
-    error=Failure('image', 'x', 'y'),
-    fault='z',
-    name='web1',
-    power=f'{OTHER_UUID}:off',
-    progress=Progress('image', 1, 2),
-    group=Membership('web'),
-    why=PlacementReason('spread', 0.5, 3),
-    stack=PLACE,
-)
+    error=Failure('image', 'x', 'y'), fault='z', name='web1', power=f'{OTHER_UUID}:off',
+    progress=Progress('image', 1, 2), group=Membership('web'), why=PlacementReason('spread', 0.5, 3), stack=PLACE,
+)  # fmt: skip
 REQUEST = make_request(
-    query='resources=VCPU:1',
-    stages={'requested': NOW},
-    name='web1',
-    ssh_keys=['ssh-ed25519 AAAA x'],
-    user_data='eA==',
-    count=3,
-    group={'name': 'web', 'policy': 'affinity', 'strict': True},
-    why={'weigh': 'spread', 'weight': 0.5, 'of': 3},
-    power=PowerAction('stop', OTHER_UUID)._asdict(),
-    resources={'VCPU': 1},
-    stack=PLACE._asdict(),
-)
+    query='resources=VCPU:1', stages={'requested': NOW}, name='web1', ssh_keys=['ssh-ed25519 AAAA x'], user_data='eA==',
+    count=3, group={'name': 'web', 'policy': 'affinity', 'strict': True},
+    why={'weigh': 'spread', 'weight': 0.5, 'of': 3}, power=PowerAction('stop', OTHER_UUID)._asdict(),
+    resources={'VCPU': 1}, stack=PLACE._asdict(),
+)  # fmt: skip
 TOMBSTONE = {**REQUEST, 'allocations': {}, 'image': None}
 QUEUED = {
     **{name: REQUEST[name] for name in ('version', 'instance', 'image', 'user_id', 'project_id')},
@@ -337,17 +319,11 @@ def check_case(name: str, number: int, value: object) -> Iterator[None]:
 
 
 KEYS_BY_KIND = {
-    'request': keys.request(COMPUTE, INSTANCE),
-    'tombstone': keys.request(OTHER_UUID, INSTANCE),
-    'record': keys.record(COMPUTE, INSTANCE),
-    'waiting': keys.queue('f', INSTANCE),
-    'group': keys.group('web'),
-    'quota': keys.quota('p'),
-    'flavor': keys.flavor('f'),
-    'stack': keys.stack('shop'),
-    'announced': keys.attempt(OTHER_UUID),
-    'compute': keys.compute(COMPUTE),
-    'trouble': keys.troubles(COMPUTE),
-    'name': keys.name('web1'),
+    'request': keys.request(COMPUTE, INSTANCE), 'tombstone': keys.request(OTHER_UUID, INSTANCE),
+    'record': keys.record(COMPUTE, INSTANCE), 'waiting': keys.queue('f', INSTANCE),
+    'group': keys.group('web'), 'quota': keys.quota('p'),
+    'flavor': keys.flavor('f'), 'stack': keys.stack('shop'),
+    'announced': keys.attempt(OTHER_UUID), 'compute': keys.compute(COMPUTE),
+    'trouble': keys.troubles(COMPUTE), 'name': keys.name('web1'),
     'taker': keys.taker(keys.queue('f', INSTANCE)),
-}
+}  # fmt: skip

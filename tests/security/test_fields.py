@@ -104,10 +104,7 @@ VALID_VALUES = {
     'hostname': {'version': 1, 'hostname': 'hv1', 'leases': [7, 8]},
     **{f'answer {name}': CALLS_AND_ANSWERS[name][1] for name in ANSWER_PARSERS},
 }
-VALID_VALUES['compute'] = {
-    **VALID_VALUES['compute'],
-    **{'kind': 'kvm', 'queues': True},
-}
+VALID_VALUES['compute'] = {**VALID_VALUES['compute'], **{'kind': 'kvm', 'queues': True}}
 VALID_VALUES['record'] = {
     **VALID_VALUES['record'],
     'boots': [{'number': 1, 'reason': 'created', 'stages': {'started': '2026-01-31T12:00:01.000Z'}}],

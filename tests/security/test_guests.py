@@ -18,10 +18,7 @@ from ecomp.lab.network import ETCD_PORT, FENCE_CHAINS, PLACEMENT_PORT, Layout
 from tests.kit.lab import Lab, make_lab_name
 from tests.kit.orders import Guest, place_guest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')]
 
 
 @pytest.fixture(scope='module')

@@ -205,9 +205,7 @@ def test_own_address_is_refused_unless_listed_by_itself(
         where = 'an address of this host that `image_sources:` does not list exactly: images from there are refused'
         assert reason.endswith(f'{own.strip("[]")}, {where}')
     alone = EgressPolicy(parse_image_sources([own.strip('[]')]))
-    assert 'Connection refused' in fetch_refusal(
-        make_cache(tmp_path, alone), f'http://{own}:{free_port()}/good'
-    )
+    assert 'Connection refused' in fetch_refusal(make_cache(tmp_path, alone), f'http://{own}:{free_port()}/good')
 
 
 def test_control_plane_is_read_from_the_configuration(tmp_path: Path) -> None:

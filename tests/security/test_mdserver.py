@@ -58,14 +58,9 @@ def read_rights(pid: int | str) -> dict[str, list[str]]:
 def make_no_rights(uid: str, gid: str) -> dict[str, list[str]]:
     zero = ['0' * 16]
     return {
-        'Uid': 4 * [uid],
-        'Gid': 4 * [gid],
-        'Groups': [],
-        'CapPrm': zero,
-        'CapEff': zero,
-        'CapAmb': zero,
+        'Uid': 4 * [uid], 'Gid': 4 * [gid], 'Groups': [], 'CapPrm': zero, 'CapEff': zero, 'CapAmb': zero,
         'NoNewPrivs': ['1'],
-    }
+    }  # fmt: skip
 
 
 def test_server_without_rights_serves_all_requests(running_server: MetadataServer, tmp_path: Path) -> None:
@@ -401,34 +396,15 @@ def test_monitor_opens_no_other_files(tmp_path: Path) -> None:
     guests = tmp_path / 'metadata'
     with closing(Monitor(conf.load(tmp_path / 'mdserver.conf'))) as monitor:
         assert query_monitor(monitor, 'user-data') == ['#!one\n']
-        for request in (
-            ' ',
-            'guest',
-            'guest ',
-            'guest ../token',
-            'guest ../../etc/shadow',
-            f'guest  {MAC}',
-            f'guest {MAC} x',
-            f'guest {MAC}\n',
-            f'guest {MAC.upper()}',
-            f'guest {MAC}/../../token',
-            f'guest {MAC}\0',
-            'user-data ../token',
-            'user-data /etc/shadow',
-            'leases /etc/*',
-            '/etc/shadow',
-            'open /etc/shadow',
-            f'ready {MAC}',
-            f'ready {MAC} ../../x',
-            f'ready ../{MAC} {UUID}',
-            f'ready {MAC} {UUID.upper()}',
-            f'ready {MAC} {UUID}',
-            'refused',
-            'refused ../token x',
-            f'refused {MAC}/../../token x',
-            'guest ' + 300 * 'x',
-            '\xff',
-        ):
+        malformed = (
+            ' ', 'guest', 'guest ', 'guest ../token', 'guest ../../etc/shadow', f'guest  {MAC}', f'guest {MAC} x',
+            f'guest {MAC}\n', f'guest {MAC.upper()}', f'guest {MAC}/../../token', f'guest {MAC}\0',
+            'user-data ../token', 'user-data /etc/shadow', 'leases /etc/*', '/etc/shadow', 'open /etc/shadow',
+            f'ready {MAC}', f'ready {MAC} ../../x', f'ready ../{MAC} {UUID}', f'ready {MAC} {UUID.upper()}',
+            f'ready {MAC} {UUID}', 'refused', 'refused ../token x', f'refused {MAC}/../../token x',
+            'guest ' + 300 * 'x', '\xff',
+        )  # fmt: skip
+        for request in malformed:
             assert query_monitor(monitor, request) == ['Invalid argument'], request
         # A report is accepted only of an existing guest: otherwise reports could fill the directory.
         assert (

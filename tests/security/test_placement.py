@@ -134,13 +134,10 @@ def make_drip(head: bytes, piece: bytes = b' ') -> Callable[[], Iterator[bytes]]
 
 
 DRIPS = [
-    make_drip(HEAD + b'content-length: 1000000\r\n\r\n{'),
-    make_drip(HEAD + b'\r\n{'),
-    make_drip(CHUNKED, b'1\r\nx\r\n'),
-    make_drip(HEAD + b'x-a: ', b'a'),
-    make_drip(b'HTTP/1.1 200 ', b'O'),
+    make_drip(HEAD + b'content-length: 1000000\r\n\r\n{'), make_drip(HEAD + b'\r\n{'),
+    make_drip(CHUNKED, b'1\r\nx\r\n'), make_drip(HEAD + b'x-a: ', b'a'), make_drip(b'HTTP/1.1 200 ', b'O'),
     make_drip(b'HTTP/1.1 100 Continue\r\n', b'\r\nHTTP/1.1 100 Continue\r\n'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize('pieces', DRIPS, ids=range(len(DRIPS)))
@@ -207,15 +204,9 @@ def test_threads_have_separate_limits() -> None:
 
 
 INVALID_JSON = [
-    b'[' * 100_000,
-    b'{"a":' * 100_000,
-    b'{"allocations": ' + b'[' * 900 + b']' * 900 + b'}',
-    b'{"a": ' + b'9' * 5000 + b'}',
-    b'{"a": NaN}',
-    b'\xff\xfe{}',
-    b'7',
-    b'',
-]
+    b'[' * 100_000, b'{"a":' * 100_000, b'{"allocations": ' + b'[' * 900 + b']' * 900 + b'}',
+    b'{"a": ' + b'9' * 5000 + b'}', b'{"a": NaN}', b'\xff\xfe{}', b'7', b'',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize('body', INVALID_JSON)
@@ -223,10 +214,7 @@ INVALID_JSON = [
 def test_invalid_json_is_refused_in_one_line(body: bytes, status: str) -> None:
     """Deep JSON and integers of more than 4,300 digits caused a traceback (ENEMY 17)."""
     with start_wire_server(lambda: [make_response(body, status)]) as server, open_client(server) as placement:
-        for call in (
-            lambda: allocations.read_consumer(placement, PROVIDER),
-            lambda: placement.write('PUT', '/x', {}),
-        ):
+        for call in (lambda: allocations.read_consumer(placement, PROVIDER), lambda: placement.write('PUT', '/x', {})):
             with pytest.raises(EcompError) as caught:
                 call()
             assert '\n' not in str(caught.value)

@@ -290,9 +290,7 @@ def test_forged_name_of_another_instance_is_refused(cloud: Product, victim: str)
         own.commit([], [Put('/names/other', json.dumps({'version': 1, 'instance': instance}))])
         for words in (('destroy', 'other'), ('other',), ('stop', 'other'), ('show', 'other')):
             assert_one_line(
-                cloud.run_eschedule(*words),
-                5,
-                f'/names/other refers to instance {instance}, which {reason} (',
+                cloud.run_eschedule(*words), 5, f'/names/other refers to instance {instance}, which {reason} ('
             )
         assert cloud.read_record(instance)['state'] == 'active'
         assert other in cloud.run_successfully('show', other)

@@ -562,14 +562,10 @@ def test_malformed_stack_is_refused_by_all_commands_and_harms_no_instance(cluste
     assert cluster.eschedule('apply', path, '--wait').code == 0
     before, good = list_instances(cluster), cluster.etcd.get(KEY) or b''
     commands = [
-        ('apply', path),
-        ('apply', path, '--dry-run'),
-        ('apply', path, '--prune', '--replace-all', '--yes'),
-        ('list', '--stack', 'shop'),
-        ('stop', '--stack', 'shop'),
-        ('destroy', '--file', path, '--yes'),
+        ('apply', path), ('apply', path, '--dry-run'), ('apply', path, '--prune', '--replace-all', '--yes'),
+        ('list', '--stack', 'shop'), ('stop', '--stack', 'shop'), ('destroy', '--file', path, '--yes'),
         ('destroy', '--stack', 'shop', '--yes'),
-    ]
+    ]  # fmt: skip
     for value in (b'x' * 1_500_000, b'[' * 100_000, b'\xff', make_entries('\x1b]0;x\x07\x1b[2J/1')):
         cluster.etcd.put(KEY, value)
         with open_store(cluster.etcd.endpoint) as store, pytest.raises(Unreadable):

@@ -30,20 +30,11 @@ COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 EVIL = '\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\ud800\x7f\r\nNOTIFIED TARGET, x'
 RECORD = Record(
-    *(INSTANCE, COMPUTE, ACTIVE),
-    image=EVIL,
-    resources={EVIL: 1},
-    query=EVIL,
-    user_id=EVIL,
-    project_id=EVIL,
-    addresses=(Interface(EVIL, EVIL, EVIL, EVIL, EVIL),),
-    console=EVIL,
-    stages={'scheduled': EVIL, 'requested': '2026-01-31\n12:00:00', EVIL: EVIL},
-    fault=EVIL,
-    power=f'x:{EVIL}',
-    group=Membership(EVIL),
-    why=PlacementReason(EVIL, 0.5, 3),
-)
+    *(INSTANCE, COMPUTE, ACTIVE), image=EVIL, resources={EVIL: 1}, query=EVIL, user_id=EVIL, project_id=EVIL,
+    addresses=(Interface(EVIL, EVIL, EVIL, EVIL, EVIL),), console=EVIL,
+    stages={'scheduled': EVIL, 'requested': '2026-01-31\n12:00:00', EVIL: EVIL}, fault=EVIL, power=f'x:{EVIL}',
+    group=Membership(EVIL), why=PlacementReason(EVIL, 0.5, 3),
+)  # fmt: skip
 EXPLANATION = Explanation(
     RECORD, Computes({}, {COMPUTE: EVIL}), RECORD.why, Group('g', 'affinity', True, {INSTANCE: COMPUTE, COMPUTE: EVIL})
 )
