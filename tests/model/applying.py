@@ -30,13 +30,7 @@ from tests.model.etcd import ModelStore
 STACK = 's'
 OTHER_IMAGE = 'http://x/other'
 # The error that stands for each exit code of an apply, by which truth.py and rest.py tell outcomes apart.
-ERRORS: Mapping[int, type[EcompError]] = {
-    1: EcompError,
-    3: NoCapacity,
-    5: Conflict,
-    6: StillGoing,
-    7: UnknownOutcome,
-}
+ERRORS: Mapping[int, type[EcompError]] = {1: EcompError, 3: NoCapacity, 5: Conflict, 6: StillGoing, 7: UnknownOutcome}
 
 
 def make_file(*entries: str, **fields: Any) -> StackFile:

@@ -243,14 +243,6 @@ def _format(facts: Facts, value: object) -> str:
 
 
 RULES: list[Callable[[Facts], Iterator[str]]] = [
-    *(
-        check_acknowledged,
-        check_refusals,
-        check_requests,
-        check_claims,
-        check_guests,
-        check_shared,
-        check_queues,
-        check_audit,
-    ),
+    *(check_acknowledged, check_refusals, check_requests, check_claims, check_guests, check_shared, check_queues),
+    check_audit,
 ]

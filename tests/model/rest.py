@@ -58,13 +58,7 @@ def make_fingerprint(cloud: Cloud) -> int:
         for actor in cloud.world.actors
     ]
     etcd = [(entry.key, entry.value, entry.lease) for _, entry in sorted(cloud.etcd.entries.items())]
-    hosts = [
-        (
-            *compute.hypervisor.summarize(),
-            *compute.disk.files.items(),
-        )
-        for compute in cloud.computes.values()
-    ]
+    hosts = [(*compute.hypervisor.summarize(), *compute.disk.files.items()) for compute in cloud.computes.values()]
     leases = tuple(sorted(cloud.etcd.leases))
     return hash((repr(actors), repr(etcd), leases, repr(hosts), cloud.model.make_fingerprint(), cloud.world.clock))
 

@@ -123,10 +123,7 @@ def adopted_twice(cloud: Cloud) -> Check:
     host = add_guests(cloud, U, V)
     both, single = add_adoption(cloud, 'adopt --all', U, V), add_adoption(cloud, 'adopt mail', U)
     cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
-    checks = [
-        _make_check(cloud, both, U, V, others=[single.name]),
-        _make_check(cloud, single, U, others=[both.name]),
-    ]
+    checks = [_make_check(cloud, both, U, V, others=[single.name]), _make_check(cloud, single, U, others=[both.name])]
     return lambda: [problem for check in checks for problem in check() or ()]
 
 
@@ -267,10 +264,7 @@ def released_after_both_snapshots(cloud: Cloud) -> Check:
 
 
 SCENARIOS = [
-    *make_scenarios(
-        Bounds(2, 1, interrupts=1),
-        adopted_and_interrupted,
-    ),
+    *make_scenarios(Bounds(2, 1, interrupts=1), adopted_and_interrupted),
     *make_scenarios(
         SINGLE_FAULT,
         *(adopted_and_repeated, adopted_twice),

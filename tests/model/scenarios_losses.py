@@ -304,5 +304,5 @@ SCENARIOS += [
         *(create_with_losses, resume_with_losses, set_with_losses, queue_with_losses, destroy_with_losses),
         *(destroy_of_queued_with_losses, stop_with_losses, forget_with_losses, drain_with_losses),
         *(quota_with_losses, keeper_with_losses),
-    ),
+    )
 ]

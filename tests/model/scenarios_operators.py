@@ -307,5 +307,5 @@ def etcd_full(cloud: Cloud) -> Check:
 SCENARIOS += [
     *make_scenarios(
         SINGLE_FAULT, uuid_reused_and_rebooted, refused, no_thread, addresses_unavailable, copied_host, etcd_full
-    ),
+    )
 ]

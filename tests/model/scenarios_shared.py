@@ -68,5 +68,5 @@ def name_of_destroyed(cloud: Cloud) -> None:
 SCENARIOS = [
     *make_scenarios(
         SINGLE_FAULT, strict_anti_affinity, strict_affinity, quota_of_one, one_name, set_in_group, name_of_destroyed
-    ),
+    )
 ]

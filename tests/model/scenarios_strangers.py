@@ -84,13 +84,9 @@ def destroyed_and_power_fails(cloud: Cloud) -> None:
 
 def _make_2019_request(instance: str, compute: str, is_destroy: bool = False) -> Put:
     value = {
-        'allocations': {} if is_destroy else {compute: {'resources': SIZE}},
-        'instance': instance,
-        'image': None if is_destroy else IMAGE,
-        'user_id': 'u',
-        'project_id': 'old',
-        'consumer_generation': None,
-    }
+        'allocations': {} if is_destroy else {compute: {'resources': SIZE}}, 'instance': instance,
+        'image': None if is_destroy else IMAGE, 'user_id': 'u', 'project_id': 'old', 'consumer_generation': None,
+    }  # fmt: skip
     return Put(keys.request(compute, instance), json.dumps(value))
 
 

@@ -337,8 +337,11 @@ CREATE, QUEUE, APPLY, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLE
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
 EVACUATE, CHANGE, RESIZE, REBUILD = ('evacuate',), ('rename', 'protect'), ('resize',), ('rebuild',)
+PLACE = PLACEMENT_COMMANDS
 CHANGES = (*POWER, *CHANGE, *RESIZE, *REBUILD)
 ANY = (*PLACEMENT_COMMANDS, *DESTROY, *CHANGES, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
+LEASE_LOST = 'requested lease not found: the lease expired .*, and nothing was written'
+UNDONE = '(nothing was changed|nothing was placed, and the claim is released)$'
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
@@ -346,12 +349,7 @@ ROWS = [
     # eschedule evacuate
     Row(EVACUATE, tuple, '', is_evacuated),
     Row(EVACUATE, EcompError, '[0-9]+ instances were evacuated before', has_evacuated),
-    Row(
-        EVACUATE,
-        Unreachable,
-        '(nothing was changed|nothing was placed, and the claim is released)$',
-        has_released_all,
-    ),
+    Row(EVACUATE, Unreachable, UNDONE, has_released_all),
     Row(EVACUATE, Unreachable, '(its claim stays|the computes release its claim)', has_evacuated_nothing),
     # It failed before its attempt began, or after the attempt had ended.
     Row(EVACUATE, Unreachable, '', promises_nothing),
@@ -363,12 +361,7 @@ ROWS = [
     # eschedule QUERY, eschedule apply
     Row(CREATE + APPLY, dict, '', is_delivered),
     Row(CREATE + APPLY, Unreachable, 'its claim (stays|within)', is_not_placed),
-    Row(
-        CREATE + APPLY,
-        Unreachable,
-        '(nothing was changed|nothing was placed, and the claim is released)$',
-        has_released,
-    ),
+    Row(CREATE + APPLY, Unreachable, UNDONE, has_released),
     Row(CREATE + APPLY, Unreachable, 'is not placed: the computes release its claim', is_not_placed),
     # eschedule apply
     Row(APPLY, Unreachable, '', is_not_placed),
@@ -384,42 +377,22 @@ ROWS = [
     Row(APPLY, StillGoing, 'still being destroyed; nothing was changed', has_left_nothing),
     Row(APPLY, StillGoing, r'timed out after .* \(the operation continues\)', has_left_nothing),
     Row(APPLY, StillGoing, '^interrupted: the change of stack .* may be carried out', promises_nothing),
-    Row(
-        PLACEMENT_COMMANDS,
-        Conflict,
-        'not delivered: .*; nothing was placed, and the claim is released$',
-        has_left_nothing,
-    ),
-    Row(
-        PLACEMENT_COMMANDS,
-        Conflict,
-        'not delivered: .*(its claim stays|the computes release its claim)',
-        is_not_placed,
-    ),
-    Row(PLACEMENT_COMMANDS, Conflict, 'took over this uuid', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, ': exists, (but was requested|and waits in a queue)', is_existing),
-    Row(PLACEMENT_COMMANDS, Conflict, 'never used twice', is_existing),
-    Row(PLACEMENT_COMMANDS, Conflict, 'is in error. Fix: destroy the instance', is_existing),
-    Row(
-        PLACEMENT_COMMANDS,
-        Conflict,
-        'is in flight. Fix: repeat the command when the older attempt has finished',
-        has_left_nothing,
-    ),
-    Row(PLACEMENT_COMMANDS, Conflict, 'name taken by instance', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, 'which cannot change while the group has members', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, 'other (processes keep changing|eschedules keep taking over)', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
-    Row(PLACEMENT_COMMANDS, NoCapacity, '', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, UsageError, '', has_left_nothing),
-    Row(PLACEMENT_COMMANDS, Unreadable, '', has_left_nothing),
-    Row(
-        PLACEMENT_COMMANDS,
-        EcompError,
-        'requested lease not found: the lease expired .*, and nothing was written',
-        has_left_nothing,
-    ),
+    Row(PLACE, Conflict, 'not delivered: .*; nothing was placed, and the claim is released$', has_left_nothing),
+    Row(PLACE, Conflict, 'not delivered: .*(its claim stays|the computes release its claim)', is_not_placed),
+    Row(PLACE, Conflict, 'took over this uuid', has_left_nothing),
+    Row(PLACE, Conflict, ': exists, (but was requested|and waits in a queue)', is_existing),
+    Row(PLACE, Conflict, 'never used twice', is_existing),
+    Row(PLACE, Conflict, 'is in error. Fix: destroy the instance', is_existing),
+    Row(PLACE, Conflict, 'is in flight. Fix: repeat the command when the older attempt has finished', has_left_nothing),
+    Row(PLACE, Conflict, 'name taken by instance', has_left_nothing),
+    Row(PLACE, Conflict, 'which cannot change while the group has members', has_left_nothing),
+    Row(PLACE, Conflict, 'other (processes keep changing|eschedules keep taking over)', has_left_nothing),
+    Row(PLACE, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
+    Row(PLACE, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
+    Row(PLACE, NoCapacity, '', has_left_nothing),
+    Row(PLACE, UsageError, '', has_left_nothing),
+    Row(PLACE, Unreadable, '', has_left_nothing),
+    Row(PLACE, EcompError, LEASE_LOST, has_left_nothing),
     # eschedule --queue
     Row(QUEUE, bool, '', is_queued),
     Row(QUEUE, Conflict, 'not queued', is_not_placed),
@@ -434,12 +407,7 @@ ROWS = [
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
     Row(DESTROY, Conflict, '(other processes keep changing it|is protected, and is kept)', is_not_destroyed),
     Row(DESTROY, Unreadable, '', is_not_destroyed),
-    Row(
-        DESTROY,
-        EcompError,
-        'requested lease not found: the lease expired .*, and nothing was written',
-        is_not_destroyed,
-    ),
+    Row(DESTROY, EcompError, LEASE_LOST, is_not_destroyed),
     # eschedule stop, start, reboot
     Row(POWER, Acceptance, '( accepted; |requested before|is already (stopped|active)$)', is_switched),
     Row(POWER, NotFound, '', is_not_switched),
@@ -457,9 +425,7 @@ ROWS = [
     Row(FORGET, Conflict, '(is not forgotten|stays|other processes keep changing it)', is_not_forgotten),
     Row(FORGET, NotFound, '', promises_nothing),
     Row(FORGET, Unreachable, '', promises_nothing),
-    Row(
-        FORGET, EcompError, 'requested lease not found: the lease expired .*, and nothing was written', promises_nothing
-    ),
+    Row(FORGET, EcompError, LEASE_LOST, promises_nothing),
     # eschedule host drain --wait, disable, enable
     Row(DRAIN, type(None), '', is_drained),
     Row(DRAIN, StillGoing, 'the host stays disabled', is_disabled),
