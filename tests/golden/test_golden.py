@@ -296,28 +296,18 @@ def rewrite_line(line: str) -> str | None:
 def test_layout_of_keys() -> None:
     host, instance = scene.HV1, '1a5c0de0-0000-4000-8000-000000000001'
     examples = {
-        'what one compute watches': keys.request_prefix(host),
-        'a request': keys.request(host, instance),
-        'an attempt': keys.attempt(instance),
-        'an address': keys.address(instance),
-        'a record': keys.record(host, instance),
-        'a record of no compute': keys.record('', instance),
-        'a name': keys.name('web'),
-        'a group': keys.group('web'),
-        'a quota': keys.quota('web'),
-        'a flavor': keys.flavor('small'),
-        'what waits': keys.queue('small', instance),
-        'who takes it': keys.taker(keys.queue('small', instance)),
-        'generations released': keys.released_claims(instance, 255),
-        'user-data': keys.user_data('0' * 64),
-        'a compute': keys.compute(host),
-        'the cluster': keys.CLUSTER,
-        'an audit': keys.audit(instance),
-        'a question to repair': f'{keys.audit(instance)}/{host}',
-        'a question about usage': keys.audit(instance) + keys.USAGE_QUESTION,
-        'what a host found': keys.findings(host),
+        'what one compute watches': keys.request_prefix(host), 'a request': keys.request(host, instance),
+        'an attempt': keys.attempt(instance), 'an address': keys.address(instance),
+        'a record': keys.record(host, instance), 'a record of no compute': keys.record('', instance),
+        'a name': keys.name('web'), 'a group': keys.group('web'),
+        'a quota': keys.quota('web'), 'a flavor': keys.flavor('small'),
+        'what waits': keys.queue('small', instance), 'who takes it': keys.taker(keys.queue('small', instance)),
+        'generations released': keys.released_claims(instance, 255), 'user-data': keys.user_data('0' * 64),
+        'a compute': keys.compute(host), 'the cluster': keys.CLUSTER,
+        'an audit': keys.audit(instance), 'a question to repair': f'{keys.audit(instance)}/{host}',
+        'a question about usage': keys.audit(instance) + keys.USAGE_QUESTION, 'what a host found': keys.findings(host),
         'an answer about usage': keys.usage(host),
-    }
+    }  # fmt: skip
     compare_with_file(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in examples.items()))
 
 
