@@ -95,11 +95,8 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('allocation-doubled', ACTIVE, lambda w: w.allocations[TWO].update({ACTIVE: SIZE})),
     ('request-doubled', ACTIVE, lambda w: w.put_request(TWO, ACTIVE)),
     ('request-doubled', UNKNOWN, lambda w: (w.put_request(TWO, UNKNOWN), w.put_request(AWAY_COMPUTE, UNKNOWN))),
-    (
-        'request-misplaced',
-        ACTIVE,
-        lambda w: (w.etcd.pop(keys.request(ONE, ACTIVE)), w.put_request(TWO, ACTIVE, name='web1')),
-    ),
+    ('request-misplaced', ACTIVE,
+     lambda w: (w.etcd.pop(keys.request(ONE, ACTIVE)), w.put_request(TWO, ACTIVE, name='web1'))),
     ('request-misplaced', GONE, lambda w: w.put_request(TWO, GONE)),
     ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.request(ONE, ACTIVE))),
     ('request-ended', GONE, lambda w: w.put_request(ONE, GONE)),
@@ -123,11 +120,8 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('malformed', 'no-uuid', lambda w: w.put(keys.record(ONE, 'no-uuid'), '{}')),
     ('unleased', GONE, lambda w: w.put_record(GONE, states.GONE)),
     ('unleased', FAILED, lambda w: w.put_record(FAILED, states.ERROR, name='failed')),
-    (
-        'record-leased',
-        ACTIVE,
-        lambda w: w.put_record(ACTIVE, states.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1'),
-    ),
+    ('record-leased', ACTIVE,
+     lambda w: w.put_record(ACTIVE, states.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1')),
     ('booted-orphaned', UNKNOWN, lambda w: w.put(keys.address(UNKNOWN), '10.0.0.1')),
     ('booted-orphaned', GONE, lambda w: w.put(keys.address(GONE), '10.0.0.1')),
     ('booted-differs', ACTIVE, lambda w: w.put(keys.address(ACTIVE), '10.0.0.2')),
@@ -150,58 +144,30 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('group-orphaned', 'web', lambda w: w.put_group('web', AFFINITY, {ACTIVE: ONE, UNKNOWN: ONE})),
     ('group-orphaned', 'web', lambda w: w.put_group('web', AFFINITY, {GONE: ONE})),
     ('group-missing', ACTIVE, lambda w: w.put_grouped_request(ACTIVE, 'web')),
-    (
-        'group-missing',
-        ACTIVE,
-        lambda w: (w.put_grouped_request(ACTIVE, 'web'), w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO})),
-    ),
+    ('group-missing', ACTIVE,
+     lambda w: (w.put_grouped_request(ACTIVE, 'web'), w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO}))),
     ('malformed', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
     ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), encode(Quota('web', {}, {'VCPU': 1})))),
-    (
-        'usage-differs',
-        'web',
-        lambda w: (
-            w.put(keys.quota('web'), encode(Quota('web', {'VCPU': 9}))),
-            w.usages.update(web={'VCPU': 1, 'instances': 1}),
-        ),
-    ),
+    ('usage-differs', 'web', lambda w: (
+        w.put(keys.quota('web'), encode(Quota('web', {'VCPU': 9}))),
+        w.usages.update(web={'VCPU': 1, 'instances': 1}))),
     ('malformed', 'shop', lambda w: w.put(keys.stack('shop'), '{}')),
     ('malformed', 'a/b', lambda w: w.put(keys.stack('a/b'), '{}')),
     ('stack-entry', 'shop', lambda w: w.put_stack(STACK.with_delivered({FIRST: ONE}))),
-    (
-        'stack-entry',
-        'shop',
-        lambda w: (
-            w.put_stack(STACK.with_delivered({FIRST: ONE})),
-            w.put_record(FIRST.instance, states.GONE, lease=LEASE),
-        ),
-    ),
+    ('stack-entry', 'shop', lambda w: (
+        w.put_stack(STACK.with_delivered({FIRST: ONE})),
+        w.put_record(FIRST.instance, states.GONE, lease=LEASE))),
     ('stack-mismatch', 'shop', lambda w: w.put_stacked_request(TWO, FIRST)),
     ('stack-mismatch', 'shop', lambda w: (w.put_stack(STACK), w.put_stacked_request(TWO, FIRST))),
-    (
-        'stack-mismatch',
-        FIRST.instance,
-        lambda w: (
-            w.put_stack(STACK.with_delivered({REPLACEMENT: ONE}).with_ended(['web/1'])),
-            w.put_stacked_request(TWO, FIRST),
-        ),
-    ),
-    (
-        'stack-mismatch',
-        FIRST.instance,
-        lambda w: (
-            w.put_stack(Stack('shop', UNKNOWN).with_delivered({FIRST: ONE}).with_ended(['web/1'])),
-            w.put_stacked_request(TWO, FIRST),
-        ),
-    ),
-    (
-        'stack-mismatch',
-        UNKNOWN,
-        lambda w: (
-            w.put_stack(STACK.with_delivered({FIRST: ONE}).with_ended(['web/1'])),
-            w.put_stacked_request(TWO, FIRST, UNKNOWN),
-        ),
-    ),
+    ('stack-mismatch', FIRST.instance, lambda w: (
+        w.put_stack(STACK.with_delivered({REPLACEMENT: ONE}).with_ended(['web/1'])),
+        w.put_stacked_request(TWO, FIRST))),
+    ('stack-mismatch', FIRST.instance, lambda w: (
+        w.put_stack(Stack('shop', UNKNOWN).with_delivered({FIRST: ONE}).with_ended(['web/1'])),
+        w.put_stacked_request(TWO, FIRST))),
+    ('stack-mismatch', UNKNOWN, lambda w: (
+        w.put_stack(STACK.with_delivered({FIRST: ONE}).with_ended(['web/1'])),
+        w.put_stacked_request(TWO, FIRST, UNKNOWN))),
     ('unleased', UNKNOWN, lambda w: w.put(keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]}))),
     ('unleased', TWO, lambda w: w.put_presence(TWO, lease=0)),
     ('compute-mute', TWO, make_compute_mute),
@@ -246,7 +212,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('dhcp-open', ONE, make_facts_change(open_dhcp=frozenset({'default'}))),
     ('base-differs', ONE, make_facts_change(bad_bases=frozenset({'ab12'}))),
     ('part-orphaned', ONE, make_facts_change(parts={'images/x.part': '1'})),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(('code', 'subject', 'plant'), DEFECTS)

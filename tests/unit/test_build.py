@@ -9,17 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.agent.instance.build import (
-    Build,
-    Cancelled,
-    Destroy,
-    JobEvent,
-    RemoveLeftovers,
-    Resume,
-    Shutdown,
-    SwitchOff,
-    carry_out,
-)
+from ecomp.agent.instance import build
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, JobEvent, Resume, Shutdown, SwitchOff, carry_out
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage, Guest, GuestSpec
 from ecomp.model.record import Progress
@@ -205,7 +196,7 @@ def test_forget_removes_leftovers_unless_the_guest_exists(guest_exists: bool) ->
     else:
         FakeHypervisor.create_seed(hypervisor, INSTANCE, {})
     hypervisor.calls.clear()
-    carry_out(RemoveLeftovers(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
+    carry_out(build.RemoveLeftovers(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
     assert hypervisor.calls == ([] if guest_exists else ['delete_disk'])
     assert hypervisor.list_seeds() == ({INSTANCE} if guest_exists else set())
     assert bool(hypervisor.list_guests()) == guest_exists

@@ -16,18 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp import __version__
+from ecomp.cli import suggestions
 from ecomp.cli.command import Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.input import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_line
-from ecomp.cli.suggestions import (
-    FAMILY_SYNONYMS,
-    FOREIGN_NOUNS,
-    FOREIGN_WORDS,
-    LOSS_WARNINGS,
-    OLD_WORDS,
-    suggest_subcommand,
-)
+from ecomp.cli.suggestions import FAMILY_SYNONYMS, FOREIGN_WORDS, LOSS_WARNINGS, OLD_WORDS, suggest_subcommand
 from ecomp.errors import UsageError
 from ecomp.model.reach import DEFAULT_REACH, make_ssh_options, make_tail_command, parse_reach, quote_remote_command
 from ecomp.model.user_data import MAX_UNPACKED_BYTES
@@ -260,7 +254,7 @@ def test_typing_error_never_suggests_a_loss_or_the_opposite(case: tuple[str, str
     words = line.split()
     exact = {
         *FOREIGN_WORDS,
-        *FOREIGN_NOUNS,
+        *suggestions.FOREIGN_NOUNS,
         *FAMILY_SYNONYMS.get(words[0], ()),
         *(name.partition(' ')[0] for name in COMMANDS),
     }

@@ -18,17 +18,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ecomp import yaml_graph
+from ecomp import conf, yaml_graph
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
-from ecomp.conf import (
-    DEFAULT_IMAGE,
-    DEFAULT_PROJECT_ID,
-    DEFAULT_USER_ID,
-    EtcdConfig,
-    PlacementConfig,
-    ScheduleConfig,
-    load_schedule,
-)
+from ecomp.conf import DEFAULT_IMAGE, DEFAULT_USER_ID, EtcdConfig, PlacementConfig, ScheduleConfig, load_schedule
 from ecomp.errors import UsageError
 from ecomp.model.guest import Attachment
 from ecomp.model.image import check_image, split_pin
@@ -48,7 +40,7 @@ def test_defaults_without_a_file_point_at_localhost(tmp_path: Path, monkeypatch:
         images=None, directory=tmp_path,
     )  # fmt: skip
     assert load_schedule(None) == ScheduleConfig(
-        EtcdConfig(), PlacementConfig('http://localhost:8080'), DEFAULT_IMAGE, DEFAULT_USER_ID, DEFAULT_PROJECT_ID
+        EtcdConfig(), PlacementConfig('http://localhost:8080'), DEFAULT_IMAGE, DEFAULT_USER_ID, conf.DEFAULT_PROJECT_ID
     )
 
 

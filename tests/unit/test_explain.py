@@ -13,19 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp.model import explain
 from ecomp.model.allocation import MAX_AMOUNT, Allocations, Inventory, Provider, Room
 from ecomp.model.assign import Planner
 from ecomp.model.choose import FIRST, PACK, SPREAD, Offer, PlacementReason
-from ecomp.model.explain import (
-    Cure,
-    Miss,
-    apply_cures,
-    explain_uncovered,
-    find_miss,
-    find_smallest_miss,
-    format_cures,
-    sort_misses,
-)
+from ecomp.model.explain import Cure, Miss, explain_uncovered, find_miss, find_smallest_miss, format_cures, sort_misses
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.query import (
@@ -84,9 +76,7 @@ def test_nearest_has_the_fewest_then_the_smallest_failures() -> None:
     two = Provider('two', {**ROOMY, 'MEMORY_MB': Inventory(255)})
     far = Provider('far', {**ROOMY, 'MEMORY_MB': Inventory(16)}, {'A'})
     near = Provider('near', {**ROOMY, 'MEMORY_MB': Inventory(200)}, {'A'})
-    order = [
-        candidate.provider for candidate in sort_misses([find_miss(query, candidate) for candidate in (two, far, near)])
-    ]
+    order = [each.provider for each in sort_misses([find_miss(query, each) for each in (two, far, near)])]
     assert order == ['near', 'far', 'two']
 
 
@@ -126,7 +116,7 @@ def test_no_change_without_any_inventory() -> None:
 def test_changed_applies_the_cures() -> None:
     before = parse_query(f'{GUEST}&required=A&root_required=!B')
     cures = [Cure(Amount('VCPU', 1), Amount('VCPU', 2)), Cure(Requirement('required', ('A',)), None)]
-    after = apply_cures(before, cures)
+    after = explain.apply_cures(before, cures)
     assert after == (Amount('VCPU', 2), *before[1:3], Exclusion('root_required', 'B'))
     assert format_query(after) == 'resources=VCPU:2,MEMORY_MB:256,DISK_GB:1&root_required=!B'
 

@@ -14,22 +14,12 @@ from jsonschema import Draft202012Validator
 from mdserver import metadata
 
 from docs.shapes import RECORD
+from ecomp.model import user_data
 from ecomp.model.guest import make_mac_address, make_network_config
 from ecomp.model.record import Record
 from ecomp.model.states import ACTIVE
 from ecomp.model.stored import encode
-from ecomp.model.user_data import (
-    MAX_HOST_KEYS,
-    MAX_USER_DATA_BYTES,
-    GuestFailure,
-    GuestReport,
-    SharedUserData,
-    check_user_data,
-    parse_guest_report,
-    parse_host_keys,
-    parse_public_keys,
-    parse_shared_user_data,
-)
+from ecomp.model.user_data import MAX_USER_DATA_BYTES, GuestFailure, GuestReport, SharedUserData, parse_guest_report
 
 
 def read_reason(check: Callable[[bytes], object], data: bytes) -> str:
@@ -42,7 +32,7 @@ def read_reason(check: Callable[[bytes], object], data: bytes) -> str:
 
 @given(st.binary(max_size=300))
 def test_refusal_of_any_bytes_is_short(data: bytes) -> None:
-    for check in (parse_public_keys, check_user_data):
+    for check in (user_data.parse_public_keys, user_data.check_user_data):
         message = read_reason(check, data)
         assert len(message) < 200
         assert message.isprintable()
@@ -64,7 +54,7 @@ LARGE = SharedUserData.from_bytes(bytes(MAX_USER_DATA_BYTES + 1))
 )
 def test_invalid_shared_user_data_is_refused(value: bytes, sha256: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        parse_shared_user_data(value, sha256)
+        user_data.parse_shared_user_data(value, sha256)
 
 
 # A guest's report: well-formed parts are kept, all others are ignored.
@@ -103,8 +93,8 @@ def test_number_of_host_keys_is_limited() -> None:
         blob = b''.join(struct.pack('>I', len(part)) + part for part in parts)
         return f'ssh-ed25519 {base64.b64encode(blob).decode()}'
 
-    assert parse_host_keys([make_numbered_key(number) for number in range(9)]) == tuple(
-        make_numbered_key(number) for number in range(MAX_HOST_KEYS)
+    assert user_data.parse_host_keys([make_numbered_key(number) for number in range(9)]) == tuple(
+        make_numbered_key(number) for number in range(user_data.MAX_HOST_KEYS)
     )
 
 

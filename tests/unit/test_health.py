@@ -351,10 +351,7 @@ def read_check(config: ScheduleConfig, facts: Backends, monkeypatch: pytest.Monk
 def test_check_shows_levels_and_leaves_out_ignored_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = replace(BACKENDS_WITH_OLD_ETCD, placement_failure=Problem('it is away'))
     findings, summary = read_check(ScheduleConfig(), facts, monkeypatch)
-    assert [(finding['code'], finding['level']) for finding in findings] == [
-        ('placement', 'error'),
-        ('etcd-version', 'warning'),
-    ]
+    assert [(each['code'], each['level']) for each in findings] == [('placement', 'error'), ('etcd-version', 'warning')]
     assert summary.startswith('1 finding, 1 warning; ')
     findings, summary = read_check(ScheduleConfig(ignore_warnings=('etcd-version',)), facts, monkeypatch)
     assert [finding['code'] for finding in findings] == ['placement']

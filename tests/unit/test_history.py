@@ -25,12 +25,8 @@ from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES
 from ecomp.model.status import DISABLED_BY_OPERATOR
 from ecomp.model.stored import decode, encode
 from ecomp.model.user_data import GuestFailure
-from ecomp.store.history import (
-    MAX_ANSWER_REVISIONS,
-    PROGRESS_INTERVAL_SECONDS,
-    REQUIRED_PROGRESS_ANSWERS,
-    _PastProgress,
-)
+from ecomp.store import history
+from ecomp.store.history import MAX_ANSWER_REVISIONS, REQUIRED_PROGRESS_ANSWERS, _PastProgress
 
 EVENT = Draft202012Validator(SHAPES['events'])
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -414,7 +410,7 @@ def make_changes(first: int, count: int, header: int = NOW, fragment: bool = Fal
 CREATED = make_answer(created=True)
 
 
-def hear_all(*replies: Any, known: bool = False, apart: float = PROGRESS_INTERVAL_SECONDS) -> tuple[bool, bool]:
+def hear_all(*replies: Any, known: bool = False, apart: float = history.PROGRESS_INTERVAL_SECONDS) -> tuple[bool, bool]:
     past = _PastProgress(NOW, known)
     for number, reply in enumerate(replies):
         past.record_reply(reply, 100 + number * apart)

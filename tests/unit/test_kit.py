@@ -158,6 +158,10 @@ def write(*keys: tuple[str, str | None] | tuple[str, str | None, int]) -> Callab
     return lambda story: story.step(*keys)
 
 
+def write_record(compute: str, instance: str, state: str, *lease: int, **more: Any) -> Callable[[Story], None]:
+    return write((f'/instances/{compute}/{instance}', encode_record(compute, instance, state, **more), *lease))
+
+
 def replace_ask(number: int, **facts: Any) -> Callable[[Story], None]:
     def change(story: Story) -> None:
         story.asks[number] = story.asks[number]._replace(**facts)
@@ -230,10 +234,8 @@ def combine(*steps: Callable[[Story], None]) -> Callable[[Story], None]:
 
 CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     # Commands and their results
-    (
-        ['was never delivered', 'is not begun at the end'],
-        lambda story: story.asks.append(ask_create(0, format_notice(ONE, OTHER))),
-    ),
+    (['was never delivered', 'is not begun at the end'],
+     lambda story: story.asks.append(ask_create(0, format_notice(ONE, OTHER)))),
     (['was delivered to'], replace_ask(0, stdout=format_notice(TWO, ALIVE))),
     (['was delivered 2 times'], deliver_twice),
     (['none of them that it was there'], lambda story: story.asks.append(ask_create(0, format_notice(ONE, ALIVE)))),
@@ -241,31 +243,18 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     (['of which nobody was told'], deliver_unreported),
     (['is not begun at the end'], lambda story: deliver_to_silent_compute(story, building=False)),
     (['is building at the end'], lambda story: deliver_to_silent_compute(story, building=True)),
-    (
-        ['is active at the end'],
-        lambda story: story.asks.append(ask_destroy(ALIVE, 'destroy accepted; it carries it out')),
-    ),
+    (['is active at the end'],
+     lambda story: story.asks.append(ask_destroy(ALIVE, 'destroy accepted; it carries it out'))),
     (['is left by an eschedule that ended with {0}'], leave_attempt(0)),
     # Records
-    (
-        [
-            'gone, then active',
-            'is active after its destroy',
-            'not asked for it',
-            'instance without a request',
-            'instance without an allocation',
-            'is active at the end',
-        ],
-        write((f'/instances/{TWO}/{DOOMED}', encode_record(TWO, DOOMED, 'active'))),
-    ),
-    (
-        ['active, then building', 'is building at the end'],
-        write((f'/instances/{ONE}/{ALIVE}', encode_record(ONE, ALIVE, 'building', name='web1'))),
-    ),
+    (['gone, then active', 'is active after its destroy', 'not asked for it', 'instance without a request',
+      'instance without an allocation', 'is active at the end'],
+     write_record(TWO, DOOMED, 'active')),
+    (['active, then building', 'is building at the end'], write_record(ONE, ALIVE, 'building', name='web1')),
     (
         ['active, then error'],
         combine(
-            write((f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'error', error={'reason': 'r'}))),
+            write_record(ONE, TAKEN, 'error', error={'reason': 'r'}),
             write(
                 (f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'error', error={'reason': 'r'}), LEASE),
                 (f'/hosts/{ONE}/{TAKEN}', None),
@@ -274,65 +263,34 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
             release(TAKEN),
         ),
     ),
-    (
-        ['nothing, then stopped'],
-        combine(
-            lambda story: story.deliver(ONE, OTHER, project_id='other'),
-            lambda story: story.write_records(ONE, OTHER, 'stopped'),
-            lambda story: story.asks.append(ask_create(None)),
-        ),
-    ),
-    (
-        ['is recorded below', 'is below', 'on a compute that is not asked', 'its record is of'],
-        write((f'/instances/{ONE}/{TAKEN}', encode_record(TWO, TAKEN, 'active'))),
-    ),
-    (
-        ['is in error without a reason'],
-        write((f'/instances/{TWO}/{BROKEN}', encode_record(TWO, BROKEN, 'error', error={}), LEASE)),
-    ),
-    (
-        ['its record went while it was active'],
-        combine(
-            write((f'/instances/{ONE}/{TAKEN}', None)),
-            write((f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'building'))),
-            write((f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'active'))),
-        ),
-    ),
-    (
-        ['its request went while it was active', 'was delivered 2 times'],
-        combine(write((f'/hosts/{ONE}/{TAKEN}', None)), write((f'/hosts/{ONE}/{TAKEN}', encode_request(ONE, TAKEN)))),
-    ),
-    (
-        ['its request went, and no record says', 'is not begun at the end', 'allocation without an instance'],
-        combine(lambda story: deliver_to_silent_compute(story, building=False), write((f'/hosts/{ONE}/{OTHER}', None))),
-    ),
-    (
-        ['is asked for again after its destroy', 'request without an instance', 'held None'],
-        write((f'/hosts/{TWO}/{DOOMED}', encode_request(TWO, DOOMED, project_id='other'))),
-    ),
+    (['nothing, then stopped'], combine(
+        lambda story: story.deliver(ONE, OTHER, project_id='other'),
+        lambda story: story.write_records(ONE, OTHER, 'stopped'), lambda story: story.asks.append(ask_create(None)))),
+    (['is recorded below', 'is below', 'on a compute that is not asked', 'its record is of'],
+     write((f'/instances/{ONE}/{TAKEN}', encode_record(TWO, TAKEN, 'active')))),
+    (['is in error without a reason'], write_record(TWO, BROKEN, 'error', LEASE, error={})),
+    (['its record went while it was active'], combine(
+        write((f'/instances/{ONE}/{TAKEN}', None)), write_record(ONE, TAKEN, 'building'),
+        write_record(ONE, TAKEN, 'active'))),
+    (['its request went while it was active', 'was delivered 2 times'],
+     combine(write((f'/hosts/{ONE}/{TAKEN}', None)), write((f'/hosts/{ONE}/{TAKEN}', encode_request(ONE, TAKEN))))),
+    (['its request went, and no record says', 'is not begun at the end', 'allocation without an instance'],
+     combine(lambda story: deliver_to_silent_compute(story, building=False), write((f'/hosts/{ONE}/{OTHER}', None)))),
+    (['is asked for again after its destroy', 'request without an instance', 'held None'],
+     write((f'/hosts/{TWO}/{DOOMED}', encode_request(TWO, DOOMED, project_id='other')))),
     # Places of an instance
     (['is requested of 2 computes at once', 'was delivered 2 times'], request_on_two_computes),
-    (
-        ['waits in 1 queues, and is requested of 1'],
-        combine(write((f'/queues/small/{TAKEN}', encode_queued(TAKEN))), write((f'/queues/small/{TAKEN}', None))),
-    ),
-    (
-        ['waits in 2 queues', 'waits in 2 queues', 'quota web'],
-        write((f'/queues/large/{QUEUED}', encode_queued(QUEUED))),
-    ),
+    (['waits in 1 queues, and is requested of 1'],
+     combine(write((f'/queues/small/{TAKEN}', encode_queued(TAKEN))), write((f'/queues/small/{TAKEN}', None)))),
+    (['waits in 2 queues', 'waits in 2 queues', 'quota web'],
+     write((f'/queues/large/{QUEUED}', encode_queued(QUEUED)))),
     (['is on no lease', 'without a lease'], write((f'/requests/{OTHER}', encode(instances=[OTHER], pid=5)))),
     (['is being taken, and does not wait'], write((f'/queues/small/{OTHER}/taker', encode(compute=ONE), LEASE))),
     # Names, groups, quotas
     (['the name web1 is taken from it', 'the name web1 is taken from it', 'nobody was told'], deliver_with_taken_name),
-    (
-        ['is delivered as web2, which is not its name'],
-        combine(
-            write((f'/hosts/{ONE}/{OTHER}', encode_request(ONE, OTHER, name='web2', project_id='other'))),
-            claim(OTHER, ONE),
-            write((f'/instances/{ONE}/{OTHER}', encode_record(ONE, OTHER, 'building'))),
-            write((f'/instances/{ONE}/{OTHER}', encode_record(ONE, OTHER, 'active'))),
-        ),
-    ),
+    (['is delivered as web2, which is not its name'], combine(
+        write((f'/hosts/{ONE}/{OTHER}', encode_request(ONE, OTHER, name='web2', project_id='other'))),
+        claim(OTHER, ONE), write_record(ONE, OTHER, 'building'), write_record(ONE, OTHER, 'active'))),
     (['the name web1 is taken', 'there is no such name'], write(('/names/web1', None))),
     (['a name, and no living instance'], write(('/names/web9', encode(instance=DOOMED)))),
     (['group apart: has'], write(('/groups/apart', encode(policy='anti-affinity', strict=True, members={})))),
@@ -343,7 +301,7 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     (['allocation without an instance'], claim(DOOMED, TWO)),
     (['5 VCPU are claimed, and it has 4', 'held'], claim(ALIVE, ONE, VCPU=4)),
     (['/computes without a lease'], write((f'/computes/{ONE}', encode(hostname='h')))),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(('words', 'change'), CASES, ids=[f'{n} {words[0][:40]}' for n, (words, _) in enumerate(CASES)])

@@ -20,14 +20,7 @@ from hypothesis import strategies as st
 from mdserver import conf, files, guests
 from mdserver.conf import MAX_USER_DATA_BYTES, ConfError, Config, load, parse
 from mdserver.files import Files
-from mdserver.guests import (
-    BrokenFileError,
-    ForgedAddressError,
-    KnownGuest,
-    UnknownGuestError,
-    parse_guest,
-    parse_leases,
-)
+from mdserver.guests import BrokenFileError, ForgedAddressError, KnownGuest, UnknownGuestError, parse_leases
 from mdserver.metadata import find_body, make_seed, make_version_list
 from mdserver.server import App
 
@@ -67,7 +60,7 @@ def test_parse_leases_of_an_empty_file(data: bytes) -> None:
 
 @given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
 def test_malformed_files_raise_only_value_error(data: bytes) -> None:
-    for parse_file in (parse_leases, lambda text: parse_guest(text, A)):
+    for parse_file in (parse_leases, lambda text: guests.parse_guest(text, A)):
         with contextlib.suppress(ValueError):
             parse_file(data)
 
@@ -221,7 +214,9 @@ def test_missing_guest_fields_come_from_mdserver_conf(tmp_path: Path) -> None:
     assert filled_in(KnownGuest(UUID, 'web1', None, None, network), IP) == KnownGuest(
         UUID, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network, IP
     )
-    own = parse_guest(json.dumps({'instance': UUID, 'public_keys': ['A', 'B'], 'user_data': '#!mine'}).encode(), A)
+    own = guests.parse_guest(
+        json.dumps({'instance': UUID, 'public_keys': ['A', 'B'], 'user_data': '#!mine'}).encode(), A
+    )
     assert filled_in(own) == KnownGuest(UUID, UUID, (('default', 'A'), ('key-1', 'B')), b'#!mine')
     assert filled_in(KnownGuest(UUID, 'web1', (), b'')) == KnownGuest(UUID, 'web1', (), b'')
 

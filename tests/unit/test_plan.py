@@ -23,6 +23,7 @@ from ecomp.agent.instance.plan import (
     is_address_pending,
     plan,
 )
+from ecomp.model import order
 from ecomp.model.guest import (
     CRASHED,
     INTERFACE_DOWN,
@@ -42,19 +43,7 @@ from ecomp.model.guest import (
     make_mac_address,
 )
 from ecomp.model.guest import BaseImage as Base
-from ecomp.model.order import (
-    ACTIONS,
-    REBOOT,
-    REBUILD_FAILED,
-    SHUT_OFF,
-    SHUTDOWN_REQUESTED,
-    START,
-    START_FAILED,
-    STOP,
-    InvalidRequest,
-    PowerAction,
-    Request,
-)
+from ecomp.model.order import ACTIONS, REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START_FAILED, STOP, PowerAction, Request
 from ecomp.model.record import Interface, Record
 from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, STOPPED
 from ecomp.model.user_data import GuestFailure
@@ -71,7 +60,7 @@ REQUEST = Request(
     INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
 )
 TOMBSTONE = Request(INSTANCE, {}, image=None, user_id='u', project_id='p')
-MALFORMED = InvalidRequest(INSTANCE, 'not JSON')
+MALFORMED = order.InvalidRequest(INSTANCE, 'not JSON')
 WISHES: dict[str, ParsedRequest] = {'asked': REQUEST, 'tombstone': TOMBSTONE, 'unreadable': MALFORMED}
 
 GUESTS = {
@@ -158,7 +147,7 @@ def test_rebuild_is_planned_before_anything_else_until_its_number_is_recorded(
 
 
 def test_fault_of_a_rebuild_stays_until_the_guest_is_started() -> None:
-    fault = f'{REBUILD_FAILED}: answers 404'
+    fault = f'{order.REBUILD_FAILED}: answers 404'
     off, runs = GUESTS['is off without a disk'], GUESTS['runs']
     for guest in (off, None, GUESTS['is off, killed']):
         assert find_fault(replace(make_record(STOPPED), fault=fault), guest) == fault
@@ -310,9 +299,7 @@ def test_ready_report_is_recorded_once() -> None:
 def test_address_is_awaited_only_while_the_guest_runs() -> None:
     assert is_address_pending(make_record(ACTIVE, address=None))
     assert not is_address_pending(make_record(ACTIVE))
-    assert not any(
-        is_address_pending(make_record(state, address=None)) for state in STATES if state and state != ACTIVE
-    )
+    assert not any(is_address_pending(make_record(each, address=None)) for each in STATES if each and each != ACTIVE)
     assert not is_address_pending(Record(INSTANCE, HERE, ACTIVE))
 
 
@@ -340,7 +327,7 @@ RECORDED_POWERS = (
 # Tasks for a running guest by its record's power. A guest that is off gets the same task for each of them.
 RUNNING_KINDS: dict[str, dict[str | None, Kind]] = {
     STOP: dict.fromkeys(RECORDED_POWERS, Kind.SHUTDOWN),
-    START: {
+    order.START: {
         **dict.fromkeys(RECORDED_POWERS, Kind.DONE),
         f'{EARLIER_ACTION}:{SHUTDOWN_REQUESTED}': Kind.SHUTDOWN,
         f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}': Kind.SHUTDOWN,
@@ -419,7 +406,7 @@ def test_stopped_guest_stays_off_after_a_host_reboot() -> None:
     assert plan_power(
         PowerAction(STOP, THIS_ACTION), f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', IS_OFF, state=ACTIVE, before_reboot=True
     ) == [Kind.DONE]
-    for action in (START, REBOOT):
+    for action in (order.START, REBOOT):
         assert plan_power(
             PowerAction(action, THIS_ACTION), EARLIER_ACTION, IS_OFF, state=ACTIVE, before_reboot=True
         ) == [Kind.START]

@@ -17,21 +17,13 @@ from hypothesis import strategies as st
 from ecomp.agent.instance.plan import has_new_address, is_address_pending, is_unready
 from ecomp.cli.commands import COMMANDS, PLANNED_WORDS
 from ecomp.cli.suggestions import OLD_WORDS
-from ecomp.model import keys
+from ecomp.model import keys, order
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, Boot, parse_last
 from ecomp.model.choose import PlacementReason
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import ANTI_AFFINITY, Membership
 from ecomp.model.guest import Address
-from ecomp.model.order import (
-    MAX_REQUEST_BYTES,
-    Holdings,
-    InvalidRequest,
-    PowerAction,
-    Request,
-    get_holdings,
-    parse_request,
-)
+from ecomp.model.order import Holdings, InvalidRequest, PowerAction, Request, get_holdings, parse_request
 from ecomp.model.record import (
     Failure,
     Interface,
@@ -393,7 +385,7 @@ def test_largest_allowed_request_is_accepted() -> None:
     )
     result = parse_value(value)
     assert isinstance(result, Request)
-    assert len(encode(result)) < MAX_REQUEST_BYTES
+    assert len(encode(result)) < order.MAX_REQUEST_BYTES
     record = make_record(COMPUTE, result, 'now')
     assert len(encode(record)) < 4000, 'it does not grow by them'
     assert 'AAAA' not in repr(result)

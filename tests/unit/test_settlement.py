@@ -14,24 +14,12 @@ from ecomp.model.stored import encode
 from ecomp.shared.ends import find_delivery
 from ecomp.shared.names import Change, commit_with_shared
 from ecomp.shared.notes import note_released, read_highest_released
-from ecomp.store.client import (
-    Delete,
-    Entry,
-    Evidence,
-    Exists,
-    Fence,
-    Put,
-    Settlement,
-    Store,
-    Touch,
-    Unchanged,
-    find_evidence,
-    retry_until_committed,
-)
+from ecomp.store import client
+from ecomp.store.client import Delete, Entry, Evidence, Fence, Put, Settlement, Store, Touch, Unchanged, find_evidence
 from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
-CONDITIONS = [Unchanged('/attempt', 5), Unchanged('/record', 0), Unchanged('/name', 0), Exists('/flavor')]
+CONDITIONS = [Unchanged('/attempt', 5), Unchanged('/record', 0), Unchanged('/name', 0), client.Exists('/flavor')]
 OPERATIONS = [Delete('/attempt'), Put('/request', 'r'), Put('/name', 'n', 7)]
 REQUEST, NAME = Entry('/request', b'r', 9), Entry('/name', b'n', 9, 7)
 ATTEMPT = Entry('/attempt', b'a', 5)
@@ -161,7 +149,7 @@ def test_lost_answer_of_placement_is_followed_by_another_try() -> None:
             raise error
         return True
 
-    assert retry_until_committed(attempt, Conflict('lost'), 3)
+    assert client.retry_until_committed(attempt, Conflict('lost'), 3)
 
 
 def test_note_of_a_release_is_written_again_if_it_was_lost() -> None:

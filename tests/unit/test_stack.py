@@ -24,18 +24,9 @@ from ecomp.cli.stack_file import MAX_FILE_BYTES, StackFile, load_stack_file
 from ecomp.cli.terminal import Terminal
 from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
-from ecomp.model import stack
+from ecomp.model import apply, stack
 from ecomp.model.allocation import Room
-from ecomp.model.apply import (
-    ALL_MEMBERS,
-    Action,
-    Desired,
-    Existing,
-    find_exit_code,
-    keep_names,
-    make_stack_order,
-    plan_steps,
-)
+from ecomp.model.apply import ALL_MEMBERS, Action, Desired, Existing, find_exit_code, keep_names, plan_steps
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
@@ -333,7 +324,9 @@ def test_order_of_a_stack_is_limited_by_the_size_of_a_transaction() -> None:
 
     def order(count: int, key_bytes: int) -> Any:
         each = Desired(make_order(ssh_keys=('ssh-rsa ' + 'A' * key_bytes,)), SPREAD)
-        return make_stack_order(shop, {f'web/{number}': each for number in range(1, count + 1)}, {'requested': 'now'})
+        return apply.make_stack_order(
+            shop, {f'web/{number}': each for number in range(1, count + 1)}, {'requested': 'now'}
+        )
 
     made = order(300, 3000)
     assert (made.instance, made.count, made.minimum, made.shared_user_data) == (shop.attempt, 300, 300, None)
