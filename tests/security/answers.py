@@ -86,40 +86,24 @@ def check_claim(client: Placement) -> None:
 
 
 CALLS_AND_ANSWERS: dict[str, tuple[Callable[[Placement], object], Any]] = {
-    'candidates': (
-        check_candidates,
-        {'allocation_requests': [{'allocations': ALLOCATIONS}], 'provider_summaries': {COMPUTE: SUMMARY}},
-    ),
-    'consumer': (
-        check_claim,
-        {'allocations': ALLOCATIONS, 'consumer_generation': 1, 'user_id': 'u', 'project_id': 'p'},
-    ),
-    'of provider': (
-        lambda client: allocations.read_provider_allocations(client, COMPUTE),
-        {'allocations': ALLOCATIONS},
-    ),
-    'inventory': (
-        lambda client: providers.read_inventory(client, COMPUTE, {}),
-        {'inventories': {'VCPU': VALID_INVENTORY}},
-    ),
+    'candidates': (check_candidates,
+        {'allocation_requests': [{'allocations': ALLOCATIONS}], 'provider_summaries': {COMPUTE: SUMMARY}}),
+    'consumer': (check_claim,
+        {'allocations': ALLOCATIONS, 'consumer_generation': 1, 'user_id': 'u', 'project_id': 'p'}),
+    'of provider': (lambda client: allocations.read_provider_allocations(client, COMPUTE),
+        {'allocations': ALLOCATIONS}),
+    'inventory': (lambda client: providers.read_inventory(client, COMPUTE, {}),
+        {'inventories': {'VCPU': VALID_INVENTORY}}),
     'set inventory': (lambda client: providers.set_inventory(client, COMPUTE, {}), {'generation': 1}),
     'usages': (lambda client: providers.read_usages(client, COMPUTE), {'usages': {'VCPU': 1}}),
-    'project': (
-        lambda client: providers.read_project_usages(client, 'p'),
-        {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': 1}}},
-    ),
-    'names': (
-        lambda client: providers.read_provider_names(client),
-        {'resource_providers': [PROVIDER_ROW, PROVIDER_ROW]},
-    ),
-    'name': (
-        lambda client: (providers.read_provider_name(client, COMPUTE), providers.ensure_provider(client, COMPUTE)),
-        PROVIDER_ROW,
-    ),
-    'shares': (
-        check_shares,
-        {'provider_summaries': {COMPUTE: SUMMARY}, 'usages': {'VCPU': 1}, 'inventories': {'VCPU': VALID_INVENTORY}},
-    ),
+    'project': (lambda client: providers.read_project_usages(client, 'p'),
+        {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': 1}}}),
+    'names': (lambda client: providers.read_provider_names(client),
+        {'resource_providers': [PROVIDER_ROW, PROVIDER_ROW]}),
+    'name': (lambda client: (providers.read_provider_name(client, COMPUTE), providers.ensure_provider(client, COMPUTE)),
+        PROVIDER_ROW),
+    'shares': (check_shares,
+        {'provider_summaries': {COMPUTE: SUMMARY}, 'usages': {'VCPU': 1}, 'inventories': {'VCPU': VALID_INVENTORY}}),
     'look': (
         check_look,
         {
@@ -127,10 +111,8 @@ CALLS_AND_ANSWERS: dict[str, tuple[Callable[[Placement], object], Any]] = {
             **{'traits': ['T'], 'aggregates': [], 'resource_provider_generation': 1},
         },
     ),
-    'traits': (
-        lambda client: providers.change_names(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
-        {'traits': ['U'], 'resource_provider_generation': 1},
-    ),
+    'traits': (lambda client: providers.change_names(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
+        {'traits': ['U'], 'resource_provider_generation': 1}),
     'audit': (
         check_audit,
         {
@@ -139,4 +121,4 @@ CALLS_AND_ANSWERS: dict[str, tuple[Callable[[Placement], object], Any]] = {
             'usages': {'INSTANCE': {'consumer_count': 1}},
         },
     ),
-}
+}  # fmt: skip

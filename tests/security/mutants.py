@@ -63,9 +63,7 @@ def _change(value: Any, rng: random.Random) -> Any:
     if action == 0:
         del value[place]
     elif action == 1 and isinstance(value, dict):
-        name = rng.choice(
-            [candidate for candidate in HOSTILE_VALUES if isinstance(candidate, str) and candidate not in RAW_JSON]
-        )
+        name = rng.choice([each for each in HOSTILE_VALUES if isinstance(each, str) and each not in RAW_JSON])
         value[name] = value.pop(place)
     elif action == 2 and isinstance(value, dict):
         value[rng.choice(['x', 'version', 'instance', 'error', 'pages', ''])] = _pick_hostile(rng)

@@ -81,9 +81,7 @@ class Product:
         return placed
 
     def read_record(self, instance: str) -> dict[str, Any]:
-        values = [
-            entry.value for key, entry in self.read_entries('/instances/').items() if key.endswith(f'/{instance}')
-        ]
+        values = [each.value for key, each in self.read_entries('/instances/').items() if key.endswith(f'/{instance}')]
         return dict(json.loads(values[0])) if values else {'state': '', 'stages': {}}
 
     def read_entries(self, prefix: str = '/') -> Mapping[str, Entry]:

@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
+from ecomp.cli import sharing
 from ecomp.cli.check import make_finding_listing
 from ecomp.cli.history import Explanation, draw_timeline, explanation_to_dict, format_explanation, timeline_to_dict
 from ecomp.cli.inspect import explain_no_address, make_record_details, make_record_listing
 from ecomp.cli.operators import make_host_listing
-from ecomp.cli.sharing import (
-    make_flavor_listing,
-    make_group_listing,
-    make_member_listing,
-    make_quota_listing,
-    make_usage_listing,
-)
+from ecomp.cli.sharing import make_group_listing, make_member_listing, make_quota_listing, make_usage_listing
 from ecomp.errors import EcompError
 from ecomp.model import cluster, flavor, keys, quota, stack, states
 from ecomp.model import order as requesting
@@ -145,7 +140,7 @@ def read_flavor(value: bytes) -> None:
     parsed = call_reader(decode, flavor.Flavor, value, name='f')
     assert decode(flavor.Flavor, encode(parsed).encode(), name='f') == parsed
     parse_query(flavor.merge_query(parsed, 'resources=VCPU:2&required=T'))
-    assert_printable(*render_all(make_flavor_listing({'f': parsed})))
+    assert_printable(*render_all(sharing.make_flavor_listing({'f': parsed})))
 
 
 def read_stack(value: bytes) -> None:

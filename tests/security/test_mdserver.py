@@ -28,24 +28,15 @@ from ecomp.agent.host.metadata import SERVER_UID, GuestData
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.model.order import Request
 from tests.kit.servers import TOP, wait_until
-from tests.security.rights import (
-    COMMAND,
-    ENVIRONMENT,
-    LOOPBACK,
-    MAC,
-    MAC_2,
-    OTHER_UUID,
-    UUID,
-    MetadataServer,
-    write_files,
-)
+from tests.security import rights
+from tests.security.rights import COMMAND, LOOPBACK, MAC, MAC_2, OTHER_UUID, UUID, MetadataServer, write_files
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason='who is not root has nothing to give up')
 
 
 def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=ENVIRONMENT, cwd='/', stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        command, env=rights.ENVIRONMENT, cwd='/', stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
 
 

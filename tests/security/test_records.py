@@ -26,6 +26,7 @@ from ecomp.store import http2_client
 from ecomp.store import watch as keeping
 from ecomp.store.client import Entry, Put, Unchanged
 from ecomp.store.watch import SMALL_VALUE_BYTES, EntryCache, Follower
+from tests.kit import story
 from tests.kit.audit import run_audit
 from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
@@ -38,17 +39,7 @@ from tests.kit.store_client import open_store
 from tests.kit.story import IMAGE as IMAGE_URL
 from tests.kit.story import SMALL_QUERY as QUERY
 from tests.kit.story import SMALL_QUERY as SMALL_QUERY
-from tests.kit.story import (
-    assert_one_line,
-    find_log_lines,
-    parse_notice,
-    place,
-    read_record,
-    run_in_process,
-    wait_address,
-    wait_log_lines,
-    wait_state,
-)
+from tests.kit.story import find_log_lines, place, read_record, run_in_process, wait_address, wait_log_lines, wait_state
 from tests.kit.tuned import make_tuned
 
 # A follower limits the size of each value and of all values together; each message from etcd is limited, too.
@@ -128,9 +119,7 @@ def test_follower_limits_the_total_size(etcd: Etcd, prefix: str, start_follower:
     assert {key for key, stored in states[-1].items() if len(stored.value) == 50_000} == large_kept
     for name in sorted(large_kept)[:10]:
         etcd.delete(name)
-    wait_until(
-        lambda: sum(len(stored.value) == 50_000 for stored in states[-1].values()) >= 18, 20, 'there is room again'
-    )
+    wait_until(lambda: sum(len(each.value) == 50_000 for each in states[-1].values()) >= 18, 20, 'there is room again')
     assert count_bytes(states[-1]) <= 1_000_000 + SMALL_VALUE_BYTES
 
 
@@ -281,7 +270,7 @@ def test_dropped_queued_request_is_read_once_there_is_room() -> None:
 def test_compute_works_despite_large_and_junk_requests(cluster: Control) -> None:
     """Valid requests are built, large ones refused for their size, junk keys logged once."""
     compute = cluster.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
-    _, instance = parse_notice(cluster.eschedule(QUERY))
+    _, instance = story.parse_notice(cluster.eschedule(QUERY))
     wait_address(cluster, instance)
     large, junk = [str(uuid.uuid4()) for _ in range(3)], [f'junk{number}' for number in range(8)]
     for name in (*large, *junk):
@@ -293,7 +282,7 @@ def test_compute_works_despite_large_and_junk_requests(cluster: Control) -> None
         )
     for _ in range(3):
         cluster.etcd.put(f'/hosts/{compute.uuid}/junk0', 'y' * LARGE_VALUE_BYTES)
-    _, other = parse_notice(cluster.eschedule(QUERY))
+    _, other = story.parse_notice(cluster.eschedule(QUERY))
     wait_address(cluster, other)
     assert set(read_guests(compute)) == {instance, other}
     for name in junk:
@@ -379,7 +368,7 @@ def test_forged_record_under_its_own_key_is_not_trusted(cluster: Control) -> Non
     key = cluster.etcd.find_record_key(instance)
     forge(cluster, instance, 'gone', key)
     wait_log_lines(compute, key, f"compute: '{OTHER_COMPUTE}' differs")
-    assert_one_line(cluster.eschedule('show', instance), 1, f'etcdctl del {key}')
+    story.assert_one_line(cluster.eschedule('show', instance), 1, f'etcdctl del {key}')
     assert cluster.placement.read_allocations(instance) == allocation
     assert read_guests(compute)[instance]['running']
     # Deleting the key, as the error suggests, repairs it.
@@ -443,7 +432,7 @@ def test_destroy_works_with_a_malformed_record(cluster: Control, compute: Ecompu
     compute.start()
     for instance in damaged:
         wait_log_lines(compute, f'/instances/{compute.uuid}/{instance}', 'trying again')
-        assert_one_line(run_in_process(cluster, 'show', instance), 1, f'/instances/{compute.uuid}/{instance}')
+        story.assert_one_line(run_in_process(cluster, 'show', instance), 1, f'/instances/{compute.uuid}/{instance}')
     # One line of error for each malformed record, and the valid one.
     both = run_in_process(cluster, 'show', *damaged, good)
     assert (both.code, len(both.stderr.splitlines())) == (1, len(damaged))
@@ -489,7 +478,7 @@ def test_destroy_needs_a_request_if_the_record_is_malformed(cluster: Control, co
     instance = str(uuid.uuid4())
     put_record(cluster, compute, instance, 'null')
     for words in (['destroy', instance], ['destroy', '--wait', instance], ['show', instance], [instance]):
-        assert_one_line(run_in_process(cluster, *words), 1, f'etcdctl del /instances/{compute.uuid}/{instance}')
+        story.assert_one_line(run_in_process(cluster, *words), 1, f'etcdctl del /instances/{compute.uuid}/{instance}')
     cluster.etcd.delete(cluster.etcd.find_record_key(instance))
     check_invariants(cluster, compute)
 
@@ -572,7 +561,7 @@ def test_malformed_stack_is_refused_by_all_commands_and_harms_no_instance(cluste
             load_stack(store, 'shop')
         for words in commands:
             result = cluster.eschedule(*words)
-            line = assert_one_line(result, 1, KEY)
+            line = story.assert_one_line(result, 1, KEY)
             assert (line.isprintable(), len(line) < 400, result.stdout) == (True, True, ''), result
         (finding,) = run_audit(cluster)
         assert (finding['code'], finding['subject']) == ('malformed', 'shop')
