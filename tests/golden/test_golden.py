@@ -286,9 +286,7 @@ def rewrite_line(line: str) -> str | None:
     key, _, value = line.partition(' ' if line.startswith('/') else ' {')
     value = value if line.startswith('/') else '{' + value
     kind = (
-        keys.TAKER
-        if key.endswith(keys.TAKER)
-        else next((prefix for prefix in REWRITERS if key.startswith(prefix)), None)
+        keys.TAKER if key.endswith(keys.TAKER) else next((start for start in REWRITERS if key.startswith(start)), None)
     )
     return f'{key} {REWRITERS[kind](key, value.encode())}' if kind else None
 
