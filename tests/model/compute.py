@@ -303,9 +303,7 @@ class Compute:
 
     def pull(self) -> None:
         # The followed presence keys are always current here, so that following them needs no step of its own.
-        self.queues.on_computes(
-            {key: entry for key, entry in self.etcd.entries.items() if key.startswith(keys.COMPUTES)}
-        )
+        self.queues.on_computes({key: each for key, each in self.etcd.entries.items() if key.startswith(keys.COMPUTES)})
         try:
             while self.taker.take_next():
                 pass

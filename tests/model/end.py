@@ -91,11 +91,7 @@ class FinalState:
         return any(command.command in commands for command in self.commands)
 
     def may_be_placed_by_another(self, actor: Actor, instance: str) -> bool:
-        others = [
-            command
-            for command in self.find_related_commands(actor, *PLACEMENT_COMMANDS)
-            if instance in command.subjects
-        ]
+        others = [each for each in self.find_related_commands(actor, *PLACEMENT_COMMANDS) if instance in each.subjects]
         return instance in self.before or any(
             not (command.done and isinstance(command.outcome, EcompError)) or isinstance(command.outcome, Unreachable)
             for command in others

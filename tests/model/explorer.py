@@ -15,21 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ecomp.store.client import Put
-from tests.model.acting import (
-    ANSWER,
-    HALVES,
-    INTERRUPT,
-    KILL,
-    LATE,
-    READ,
-    REQUEST,
-    SINGLE_FAULT,
-    Bounds,
-    Call,
-    Chooser,
-    Option,
-    Step,
-)
+from tests.model import acting
+from tests.model.acting import ANSWER, HALVES, INTERRUPT, KILL, LATE, READ, REQUEST, Bounds, Call, Chooser, Option, Step
 from tests.model.cloud import Cloud
 from tests.model.end import list_prior_instances
 from tests.model.rest import check_left_alone, make_fingerprint
@@ -163,7 +150,7 @@ class Scenario:
     """
 
     scene: Scene
-    bounds: Bounds = SINGLE_FAULT
+    bounds: Bounds = acting.SINGLE_FAULT
 
     @property
     def name(self) -> str:

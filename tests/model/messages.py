@@ -200,9 +200,7 @@ class MemberPair:
         # The lease was just renewed, so both have its whole time.
         lease = self.pick_lease()
         self.send_pair(lambda which: KeepAlive(lease[which]))
-        answers = [
-            get_answer(member, TimeToLive(lease[which])) for which, member in enumerate((self.real, self.memory))
-        ]
+        answers = [get_answer(each, TimeToLive(lease[which])) for which, each in enumerate((self.real, self.memory))]
         described = [(answer.TTL >= 0, answer.grantedTTL) for answer in answers]
         assert described[0] == described[1], format_difference([*self.messages, 'time to live'], *described)
 

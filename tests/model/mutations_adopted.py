@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from tests.model.planting import (
-    drop_operand,
-    drop_statement,
-    make_bug,
-    make_pair,
-    never,
-    replace_argument,
-    replace_assignment,
-    replace_condition,
-)
+from tests.model import planting
+from tests.model.planting import drop_statement, make_bug, make_pair, never, replace_assignment, replace_condition
 
 _NOT_DISABLED = make_bug(
     'ecomp.agent.compute:Compute._measure',
@@ -35,7 +27,7 @@ ADOPTED = {
     'an adopted guest is destroyed like one of ours': make_pair(
         make_bug(
             'ecomp.agent.instance.instances:Instances.destroy',
-            replace_argument('_remove', 1, 'Destroy(instance, self.compute)'),
+            planting.replace_argument('_remove', 1, 'Destroy(instance, self.compute)'),
         ),
         _MARK_STAYS,
         'released_and_stopped',
@@ -46,7 +38,7 @@ ADOPTED = {
     'a release that is repeated does not reserve': make_bug('ecomp.agent.instance.instances:Instances._remove',
         replace_condition('domain is not None and domain.adopted_by', 'domain', 'job'), 'released_and_stopped'),
     'a guest that is being released is left out': make_bug(
-        'ecomp.agent.compute:Compute._is_adopting', drop_operand('is_tombstone'), 'released_and_stopped'),
+        'ecomp.agent.compute:Compute._is_adopting', planting.drop_operand('is_tombstone'), 'released_and_stopped'),
     'a domain is adopted without a mark': make_bug(
         'ecomp.agent.instance.instances:Instances.adopt', drop_statement('set_adoption'), 'adopted_and_repeated'),
     'a mark without a claim stays': make_bug('ecomp.agent.compute:Compute._reconcile_claims',

@@ -40,9 +40,7 @@ class Facts:
         self.waiting = {path.rpartition('/')[2]: value for path, value in queues if not path.endswith('/taker')}
         self.held = cloud.model.held
         self.dead_computes = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
-        self.living = {
-            name: record for name, record in self.records.items() if record['state'] in ('active', 'stopped')
-        }
+        self.living = {name: each for name, each in self.records.items() if each['state'] in ('active', 'stopped')}
 
     def format_name(self, instance: str) -> str:
         return self.cloud.world.names.get(instance, instance)

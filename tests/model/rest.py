@@ -54,8 +54,7 @@ def make_fingerprint(cloud: Cloud) -> int:
     """
     commands = {command.actor for command in cloud.commands}
     actors = [
-        (actor.dead, actor.done, repr(actor.outcome) if actor in commands else actor.history)
-        for actor in cloud.world.actors
+        (each.dead, each.done, repr(each.outcome) if each in commands else each.history) for each in cloud.world.actors
     ]
     etcd = [(entry.key, entry.value, entry.lease) for _, entry in sorted(cloud.etcd.entries.items())]
     hosts = [(*compute.hypervisor.summarize(), *compute.disk.files.items()) for compute in cloud.computes.values()]
@@ -170,15 +169,11 @@ def find_leftovers(cloud: Cloud) -> list[str]:
         if not key.startswith(permanent) and not entry.lease
         if not any(name in key or name.encode() in entry.value for name in (*dead, *unreachable))
     ]
-    for consumer, held in cloud.model.held.items():
-        leftovers += [
-            f'all is destroyed, and {consumer} holds something of {provider}' for provider in held.keys() - dead
-        ]
+    for each, held in cloud.model.held.items():
+        leftovers += [f'all is destroyed, and {each} holds something of {provider}' for provider in held.keys() - dead]
     for compute in cloud.computes.values():
         if not compute.is_dead:
-            leftovers += [
-                f'all is destroyed, and {instance} is a guest' for instance in compute.hypervisor.list_guests()
-            ]
+            leftovers += [f'all is destroyed, and {each} is a guest' for each in compute.hypervisor.list_guests()]
             leftovers += [f'all is destroyed, and {mac} is reserved' for mac in compute.hypervisor.list_reservations()]
     return leftovers
 

@@ -214,9 +214,7 @@ def _check_release_time(cloud: Cloud, actor_name: str) -> list[str]:
     """Return a violation if a claim was released within a minute of its justification."""
     places = [(step.actor, step.call.service if step.call else '') for step in cloud.world.steps]
     end = next((number for number, (actor, _) in enumerate(places) if actor == actor_name), len(places))
-    is_early = U not in cloud.model.held and 'clock' not in [
-        where for _, where in places[end : _find_release_step(cloud)]
-    ]
+    is_early = U not in cloud.model.held and 'clock' not in [at for _, at in places[end : _find_release_step(cloud)]]
     return ['its claim is released, and within the last minute somebody stood behind it'] if is_early else []
 
 

@@ -173,9 +173,7 @@ def disable_and_enable(cloud: Cloud) -> Check:
     """Run `host drain` and `host enable` concurrently, during a claim: both succeed."""
     cloud.add_host(A)
     cloud.has_ample_room = False
-    disable_command = cloud.add_actor(
-        'host drain', lambda: disable(cloud.placement, A, A), command='disable', subjects=(A,)
-    )
+    host_drain = cloud.add_actor('host drain', lambda: disable(cloud.placement, A, A), command='disable', subjects=(A,))
     store = ModelStore(cloud.etcd)
     enable_command = cloud.add_actor(
         'host enable', lambda: enable(store, cloud.placement, A, A), command='enable', subjects=(A,)
@@ -184,7 +182,7 @@ def disable_and_enable(cloud: Cloud) -> Check:
 
     def check() -> list[str]:
         errors = [
-            command.outcome for command in (disable_command, enable_command) if isinstance(command.outcome, EcompError)
+            command.outcome for command in (host_drain, enable_command) if isinstance(command.outcome, EcompError)
         ]
         return [f'disable or enable fails: {error}' for error in errors if cloud.is_unharmed]
 

@@ -13,20 +13,14 @@ from ecomp.scheduler.operations.audit import fix
 from ecomp.scheduler.operations.sharing import delete_flavor
 from ecomp.store.client import Delete
 from tests.kit.removal import ClearResult, clear
+from tests.model import scenarios_operators
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds, Call
 from tests.model.cloud import AFFINITY, ANTI_AFFINITY, LARGER_QUERY, A, B, Cloud, S, U, V, W
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
 from tests.model.invariants import CLAIM, NAME
-from tests.model.scenarios_operators import (
-    add_compute_end,
-    add_drain,
-    add_forget,
-    add_keeper,
-    add_quota_set,
-    make_forget,
-)
+from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, add_keeper, add_quota_set
 
 
 def make_active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:
@@ -68,7 +62,7 @@ def frozen_forget_and_reused(cloud: Cloud) -> None:
     host.is_dead = True
     destroy(cloud.store, U)
 
-    run_forget = make_forget(cloud, A)
+    run_forget = scenarios_operators.make_forget(cloud, A)
     cloud.add_actor('host forget 1', run_forget, command='forget', subjects=(A,))
     second = cloud.add_actor('host forget 2', run_forget, command='forget', subjects=(A,))
 

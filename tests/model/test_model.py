@@ -21,19 +21,10 @@ from ecomp.placement import allocations
 from ecomp.scheduler.operations.audit import audit
 from ecomp.store.client import Delete, Put
 from tests.kit.servers import TOP, make_environment
+from tests.model import explorer
 from tests.model.acting import Bounds
 from tests.model.cloud import A, Cloud, U, V
-from tests.model.explorer import (
-    Check,
-    Exploration,
-    RecordingChooser,
-    Scenario,
-    decode_choices,
-    encode_choices,
-    explore,
-    replay,
-    search,
-)
+from tests.model.explorer import Check, Exploration, RecordingChooser, Scenario, encode_choices, explore, replay, search
 from tests.model.rest import check_left_alone
 from tests.model.scenarios import SCENARIOS
 from tests.model.scenarios_pairs import make_active
@@ -194,7 +185,7 @@ def test_replay_repeats_an_encoded_schedule() -> None:
         scenario.scene(cloud)
         world.run()
         assert check_left_alone(cloud) == []
-    name, choices = decode_choices(encode_choices(scenario.name, chooser.choices))
+    name, choices = explorer.decode_choices(encode_choices(scenario.name, chooser.choices))
     assert (name, choices) == (scenario.name, list(chooser.choices))
     violations, story = replay(scenario, choices)
     assert violations == []

@@ -19,25 +19,14 @@ from tests.kit.memory_etcd import Etcd as EtcdModel
 from tests.kit.memory_etcd import MemoryMember, NoWorld
 from tests.kit.memory_placement import PlacementModel
 from tests.kit.servers import Etcd
+from tests.model import planting
 from tests.model.acting import Bounds
 from tests.model.alike import Query, format_difference, get_answer, make_random_uuid
 from tests.model.etcd import ModelStore
 from tests.model.explorer import RecordingChooser
 from tests.model.messages import MemberPair
 from tests.model.placement_client import ModelPlacement
-from tests.model.planting import (
-    Constant,
-    Plant,
-    always,
-    drop_argument,
-    drop_statement,
-    never,
-    plant_bugs,
-    replace_assignment,
-    replace_call,
-    replace_condition,
-    replace_return,
-)
+from tests.model.planting import Plant, always, drop_statement, never, plant_bugs, replace_assignment, replace_condition
 from tests.model.world import World
 
 TRAITS = ['COMPUTE_STATUS_DISABLED', 'HW_CPU_X86_AVX', 'CUSTOM_NOBODY_HAS']
@@ -432,14 +421,16 @@ def test_placement_model_answers_like_placement_for_long(
 ETCD, PLACEMENT = 'tests.kit.memory_etcd:', 'tests.kit.memory_placement:PlacementModel.'
 ETCD_DIFFERENCES = {
     'a key may be written twice': Plant(ETCD + 'Etcd.check_transaction', never('put', 'deleted')),
-    'a transaction may be long': Plant(ETCD + 'MAX_TRANSACTION_OPERATIONS', Constant(200)),
+    'a transaction may be long': Plant(ETCD + 'MAX_TRANSACTION_OPERATIONS', planting.Constant(200)),
     'a lease need not exist': Plant(ETCD + 'Etcd.check_puts', never('leases')),
-    'a key that is written as it is loses its lease': Plant(ETCD + 'Etcd.resolve', drop_argument('Put', 'lease')),
+    'a key that is written as it is loses its lease': Plant(
+        ETCD + 'Etcd.resolve', planting.drop_argument('Put', 'lease')
+    ),
     'a missing key is unchanged': Plant(
-        ETCD + 'Etcd.is_met', replace_return('entry is None or entry.revision == condition.revision')
+        ETCD + 'Etcd.is_met', planting.replace_return('entry is None or entry.revision == condition.revision')
     ),
     'keys outlive their lease': Plant(ETCD + 'Etcd.end_lease', never('expired')),
-    'keys of a lease end in another order': Plant(ETCD + 'Etcd.end_lease', replace_call('sorted', 'expired')),
+    'keys of a lease end in another order': Plant(ETCD + 'Etcd.end_lease', planting.replace_call('sorted', 'expired')),
     'deleting nothing is a change': Plant(ETCD + 'Etcd.write', never('entries')),
     'each write creates its key': Plant(ETCD + 'Etcd.write', replace_assignment('created', 'self.revision')),
     'a limit is ignored': Plant(ETCD + 'MemoryMember._answer_range', replace_assignment('limited', 'selected')),

@@ -49,17 +49,14 @@ LIES = {
     'a quota that is not there': ('quota', 'q', 'quota of project q: instances 1/5'),
     'applied, and it is not there': ('apply', V, {V: DeliveryOutcome(A)}),
     'not applied, while it is there': ('apply', U, Conflict(f'stack s: another eschedule changed it; {UNDONE}')),
-    'apply changed nothing, with a claim left': (
-        'apply',
-        W,
-        Conflict('stack s: another apply is in flight, process 1 on h; nothing was changed'),
-    ),
+    'apply changed nothing, with a claim left': ('apply', W,
+        Conflict('stack s: another apply is in flight, process 1 on h; nothing was changed')),
     'two evacuated, while one is there': ('evacuate', U, Unreachable(f'etcd gives no answer; 2 {EVACUATED}')),
     'evacuated nothing, while it is there': ('evacuate', U, Unreachable(f'etcd gives no answer; {UNDONE}')),
     'evacuated nothing, with a claim left': ('evacuate', W, Unreachable(f'etcd gives no answer; {UNDONE}')),
     'alive, while it is silent': ('evacuate', A, Conflict(f'{A}: its ecompute is alive, and its guests may run')),
     'released, while it is held': ('fix', '', [f'allocation-orphaned {U}: released on {A}']),
-}
+}  # fmt: skip
 TRUTHS = {
     'a create': ('create', U, {U: DeliveryOutcome(A)}),
     'no capacity': ('create', V, NoCapacity('other attempts took every candidate first')),
@@ -153,39 +150,22 @@ def _set_foreign(cloud: Cloud, *guests: ForeignGuest) -> None:
 
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 BREACHES = {
-    DOMAIN: Breach(
-        lambda cloud: _set_guest(cloud, B, U, Guest(U, None, defined=False, running=False, disk=True)),
-        lambda cloud: _set_guest(cloud, B, U, None),
-        'U has a domain or a disk on A and B',
-    ),
-    CLAIM: Breach(
-        lambda cloud: _hold(cloud, U, {}),
-        lambda cloud: _hold(cloud, U, {A: SIZE}),
-        'U is a domain on A without a claim there',
-    ),
-    CAPACITY: Breach(
-        lambda cloud: _hold(cloud, V, {A: {'VCPU': 4}}),
-        lambda cloud: _hold(cloud, V, {}),
-        'a write raises VCPU of A above its capacity',
-    ),
-    NAME: Breach(
-        lambda cloud: _commit(cloud, Put(keys.request(B, V), '{"name": "web"}')),
+    DOMAIN: Breach(lambda cloud: _set_guest(cloud, B, U, Guest(U, None, defined=False, running=False, disk=True)),
+        lambda cloud: _set_guest(cloud, B, U, None), 'U has a domain or a disk on A and B'),
+    CLAIM: Breach(lambda cloud: _hold(cloud, U, {}), lambda cloud: _hold(cloud, U, {A: SIZE}),
+        'U is a domain on A without a claim there'),
+    CAPACITY: Breach(lambda cloud: _hold(cloud, V, {A: {'VCPU': 4}}), lambda cloud: _hold(cloud, V, {}),
+        'a write raises VCPU of A above its capacity'),
+    NAME: Breach(lambda cloud: _commit(cloud, Put(keys.request(B, V), '{"name": "web"}')),
         lambda cloud: _commit(cloud, Delete(keys.request(B, V))),
-        'the name web is requested by U and V, and held by U',
-    ),
-    ENTRY: Breach(
-        lambda cloud: _deliver(cloud, [V, W], V, W),
-        _withdraw,
-        'entry web/1 of stack s has the living instances V and W',
-    ),
+        'the name web is requested by U and V, and held by U'),
+    ENTRY: Breach(lambda cloud: _deliver(cloud, [V, W], V, W), _withdraw,
+        'entry web/1 of stack s has the living instances V and W'),
     DELIVERY: Breach(_deliver_again, _withdraw, 'V is delivered twice'),
-    FOREIGN: Breach(
-        lambda cloud: _set_foreign(cloud, ForeignGuest(V, 'db', True, size=SIZE)),
-        _set_foreign,
-        'what V uses is neither claimed nor reserved on A',
-    ),
+    FOREIGN: Breach(lambda cloud: _set_foreign(cloud, ForeignGuest(V, 'db', True, size=SIZE)), _set_foreign,
+        'what V uses is neither claimed nor reserved on A'),
     WHOLE: Breach(lambda cloud: _deliver(cloud, [V, W], V), _withdraw, 'V is delivered by an apply of V and W'),
-}
+}  # fmt: skip
 
 
 def _break_for_one_step(cloud: Cloud, breach: Breach) -> None:

@@ -10,18 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ecomp.errors import (
-    ClaimedElsewhere,
-    Conflict,
-    EcompError,
-    NoCapacity,
-    NotFound,
-    StillGoing,
-    UnknownOutcome,
-    Unreachable,
-    Unreadable,
-    UsageError,
-)
+from ecomp import errors
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UnknownOutcome, Unreachable, Unreadable, UsageError
 from ecomp.model import keys, status
 from ecomp.scheduler.changes.change import Acceptance
 from tests.kit.removal import ClearResult
@@ -146,11 +136,7 @@ def has_left_nothing(end: FinalState, sentence: Sentence) -> bool:
 def has_released(end: FinalState, sentence: Sentence) -> bool:
     """No instance is requested, queued or claimed, unless by another command."""
     others = end.find_related_commands(sentence.actor, *PLACEMENT_COMMANDS)
-    held = [
-        instance
-        for instance in sentence.actor.subjects
-        if instance in end.cloud.model.held and instance not in end.before
-    ]
+    held = [each for each in sentence.actor.subjects if each in end.cloud.model.held and each not in end.before]
     return is_not_placed(end, sentence) and (not held or bool(others))
 
 
@@ -388,8 +374,8 @@ ROWS = [
     Row(PLACE, Conflict, 'which cannot change while the group has members', has_left_nothing),
     Row(PLACE, Conflict, 'other (processes keep changing|eschedules keep taking over)', has_left_nothing),
     Row(PLACE, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
-    Row(PLACE, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
-    Row(PLACE, NoCapacity, '', has_left_nothing),
+    Row(PLACE, errors.ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
+    Row(PLACE, errors.NoCapacity, '', has_left_nothing),
     Row(PLACE, UsageError, '', has_left_nothing),
     Row(PLACE, Unreadable, '', has_left_nothing),
     Row(PLACE, EcompError, LEASE_LOST, has_left_nothing),

@@ -195,9 +195,7 @@ class World:
 
     def get_state(self) -> Hashable:
         """Return everything that decides what can follow, except the remaining bounds."""
-        actors = tuple(
-            (actor.history, actor.call.operation, actor.done, actor.dead, actor.wakes_at) for actor in self.actors
-        )
+        actors = tuple((each.history, each.call.operation, each.done, each.dead, each.wakes_at) for each in self.actors)
         last = self.last_actor.name if self.last_actor is not None else ''
         return actors, self.clock, last, tuple(part() for part in self.state_parts)
 
