@@ -233,8 +233,11 @@ class Presence:
 
     def ensure_published(self) -> None:
         """Put the key if it has changed, and what is published beside it."""
+        attached = self._attached
+        # Also what was published, because a write whose answer was lost may arrive after a later one.
+        stored = self._store.read([self._key, *attached])
         try:
-            entry = self._read_entry()
+            entry = self._require_ours(stored.get(self._key))
             if entry is None or entry.revision != self._revision:
                 log.info('%s was deleted or overwritten: writing it again', self._key)
                 self._publish()
@@ -244,17 +247,14 @@ class Presence:
             if self._is_lost:
                 self._is_lost = False
                 self._on_back()
-            self._write_attached()
+            self._write_attached(attached, stored)
 
     def _report_loss(self, reason: str) -> None:
         if not self._is_lost:
             self._is_lost = True
             self._on_lost(reason)
 
-    def _write_attached(self) -> None:
-        attached = self._attached
-        # Read, because a write whose answer was lost may arrive after a later one.
-        stored = self._store.read(list(attached)) if attached else {}
+    def _write_attached(self, attached: Mapping[str, str | None], stored: Mapping[str, Entry]) -> None:
         for key, value in attached.items():
             entry = stored.get(key)
             if (entry and (entry.value, entry.lease)) == (None if value is None else (value.encode(), self._lease_id)):
@@ -275,7 +275,7 @@ class Presence:
 
     def _wait_for_earlier_boot(self) -> None:
         deadline = 0.0
-        while (entry := self._read_entry()) is not None and entry.lease and self._is_of_another_boot(entry):
+        while (entry := self._require_ours(self._store.get(self._key))) and self._is_of_another_boot(entry):
             if not deadline:
                 log.info(EARLIER_BOOT, self._key)
                 deadline = time.monotonic() + LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
@@ -284,8 +284,8 @@ class Presence:
                 raise self._make_conflict(entry, COPY_REMEDY)
             self._stopped.wait(LEASE_SECONDS / 30)
 
-    def _read_entry(self) -> Entry | None:
-        entry = self._store.get(self._key)
+    def _require_ours(self, entry: Entry | None) -> Entry | None:
+        """Return the entry, and raise Conflict if another ecompute owns it."""
         if entry is None:
             return None
         holder = _parse_holder(entry)
@@ -299,7 +299,7 @@ class Presence:
         return entry
 
     def _is_of_another_boot(self, entry: Entry) -> bool:
-        holder = _parse_holder(entry)
+        holder = _parse_holder(entry) if entry.lease else None
         return holder is not None and holder.get('boot', self._value.get('boot')) != self._value.get('boot')
 
     def _make_conflict(self, entry: Entry, remedy: str) -> Conflict:
@@ -311,7 +311,7 @@ class Presence:
         self._store.require_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.
         for _ in range(2):
-            entry = self._read_entry()
+            entry = self._require_ours(self._store.get(self._key))
             condition = Unchanged(self._key, entry.revision if entry else 0)
             try:
                 lease = self._ensure_granted()

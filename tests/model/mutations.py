@@ -70,7 +70,7 @@ HOST = {
     'one guest without an answer stops its host': make_bug(
         'ecomp.agent.planner:Planner._observe', replace_argument('attempt', 2, 'Exception'), 'addresses_unavailable'),
     'a copy of a compute is the same compute': make_bug(
-        'ecomp.shared.presence:Presence._read_entry', never('_revision', '_value'), 'copied_host'),
+        'ecomp.shared.presence:Presence._require_ours', never('_revision', '_value'), 'copied_host'),
     'a full etcd takes no deletes of a compute without a lease': make_bug(
         'ecomp.shared.presence:Presence._publish', never('_revision'), 'etcd_full'),
     'a compute does not keep its presence': make_bug(
