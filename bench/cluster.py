@@ -35,6 +35,8 @@ SETTLED_SECONDS = 3.0
 POSTGRES = ('postgres', 'initdb')
 # Started cold from its installation: processes that the tests start share memory and have done their imports.
 ECOMPUTE = str(Path(sys.executable).parent / 'ecompute')
+# Of the computes' leases. A thousand hosts would renew theirs on processors of their own.
+LEASE_SECONDS = 600
 
 
 class Use(NamedTuple):
@@ -180,7 +182,7 @@ class Cluster:
             self.schedule_yaml = write_config(self.directory / 'schedule.yaml', etcd, self.placement.url)
             config = write_config(self.directory / 'compute.yaml', etcd, self.placement.computes_url, **self._settings)
             inventory = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
-            enter(Computes(config, self._count, inventory))
+            enter(Computes(config, self._count, inventory, lease_seconds=LEASE_SECONDS))
             self._wait_until_settled()
             self.computes = sorted(keys.get_last_part(key) for key in self.etcd.list_keys(keys.COMPUTES))
             follower = Follower(EtcdConfig((etcd,)), [(keys.HOSTS, self._on_state)])

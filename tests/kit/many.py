@@ -1,6 +1,6 @@
 """Many fake computes in one process, each with its own presence.
 
-    python -m tests.kit.many CONFIG INVENTORY COUNT
+    python -m tests.kit.many CONFIG INVENTORY COUNT LEASE_SECONDS
 
 With `state:` in CONFIG their uuids last, in its subdirectories 1 to COUNT.
 """
@@ -30,6 +30,7 @@ from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster
 from ecomp.placement.client import Placement
+from ecomp.shared import presence
 from ecomp.store.client import Entry, Guard, Store
 from ecomp.store.watch import Follower, State, Subscription
 from ecomp.virt.fake import Fake
@@ -48,12 +49,14 @@ log = logging.getLogger('ecomp')
 class ManyServer(Server):
     name = 'many'
 
-    def __init__(self, config: Path, count: int, inventory: str = TOY_INVENTORY) -> None:
+    def __init__(
+        self, config: Path, count: int, inventory: str = TOY_INVENTORY, lease_seconds: int = presence.LEASE_SECONDS
+    ) -> None:
         super().__init__()
-        self._config, self.count, self._inventory = config, count, inventory
+        self._config, self.count, self._inventory, self._lease_seconds = config, count, inventory, lease_seconds
 
     def command(self) -> list[str]:
-        words = str(self._config), self._inventory, str(self.count)
+        words = str(self._config), self._inventory, str(self.count), str(self._lease_seconds)
         return [sys.executable, '-m', 'tests.kit.many', *words]
 
     def environment(self) -> dict[str, str]:
@@ -158,8 +161,9 @@ def main() -> None:
     logs.configure()
     for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
         logging.getLogger(name).setLevel(logging.WARNING)
-    path, inventory, count = sys.argv[1:]
+    path, inventory, count, lease_seconds = sys.argv[1:]
     config = replace(load_compute(Path(path)), inventory=parse_inventory(inventory), networks=ComputeConfig.networks)
+    presence.LEASE_SECONDS = int(lease_seconds)
     compute.PLAN_INTERVAL_SECONDS = troubles.CHECK_INTERVAL_SECONDS = CHECK_INTERVAL_SECONDS
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
