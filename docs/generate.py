@@ -16,6 +16,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import mdserver.conf
 import mdserver.server
@@ -34,7 +35,7 @@ from docs.writing import (
     render_man_page,
     render_markdown,
 )
-from ecomp import agent, compute, compute_conf, conf, errors, yaml_file
+from ecomp import compute, compute_conf, conf, errors, yaml_file
 from ecomp.cli import commands
 from ecomp.cli.command import COMMON_OPTIONS, CREATE, EXIT_CODES, QUERY, Command
 from ecomp.cli.commands import FAMILIES, FULL_HELP, PLACEHOLDER_MEANINGS, PLANNED_WORDS, load_rows
@@ -52,6 +53,8 @@ TOP = Path(__file__).resolve().parents[1]
 REFERENCE, MAN = TOP / 'docs/reference', TOP / 'docs/man'
 COMMAND_NAMES = TOP / 'ecomp/model/command_names.py'
 MATRIX = '../../tests/faults/README.md'
+# The number of commands with the same option, or the same field, from which it is described once.
+MIN_SHARING = 4
 
 
 def generate_files() -> dict[Path, str]:
@@ -74,8 +77,6 @@ def generate_reference() -> Iterator[tuple[str, str]]:
     yield 'audit.md', render_markdown('Audit codes', *describe_audit())
     yield 'json.md', render_markdown('What -f json prints', *describe_shapes())
     yield 'exit-codes.md', render_markdown('Exit codes', *describe_exit_codes())
-    top = 'Look up which thread of an ecompute owns which state, for example in a stack dump or a log.'
-    yield 'threads.md', render_markdown('Threads of an ecompute', [top, *parse_docstring(agent)], [])
     yield 'faults.md', render_markdown('Faults', *describe_faults())
 
 
@@ -164,12 +165,15 @@ def describe_shapes() -> tuple[list[Block], list[Section]]:
     sections = [
         Section(
             ', '.join(f'eschedule {name}' for name in names),
-            [_describe_forms(names), _make_field_table(_split_shape(shapes.SHAPES[names[0]])[1])],
+            [_describe_forms(names), *_describe_object(_split_shape(shapes.SHAPES[names[0]])[1])],
         )
         for names in by_object.values()
     ]
+    shared = 'Several commands print these fields. Each command below names those that it prints:'
+    first = Section('Common fields', [shared, _make_table(_find_shared_fields())])
     refusal = 'If no compute has room, or a quota would be exceeded, `create` prints this and exits with 3:'
-    return parse_docstring(shapes), [*sections, Section('A refusal', [refusal, _make_field_table(shapes.REFUSED)])]
+    last = Section('A refusal', [refusal, *_describe_object(shapes.REFUSED)])
+    return parse_docstring(shapes), [first, *sections, last]
 
 
 def _split_shape(shape: shapes.Schema) -> tuple[str, shapes.Schema]:
@@ -192,24 +196,45 @@ def _describe_forms(names: Iterable[str]) -> str:
     return ' '.join(f'{_capitalize(form)}: {names}.' for form, names in lists.items())
 
 
-def _make_field_table(shape: shapes.Schema) -> Table:
-    rows = [[f'`{name}`', kind, description or '-'] for name, kind, description in _flatten(shape, '')]
+def _describe_object(shape: shapes.Schema) -> Iterator[Block]:
+    fields, shared = list(_flatten(shape, '')), _find_shared_fields()
+    names = ', '.join(f'`{field.name}`' for field in fields if field in shared)
+    yield _make_table(field for field in fields if field not in shared)
+    if names:
+        yield f'[Common fields](#common-fields): {names}.'
+
+
+@functools.cache
+def _find_shared_fields() -> list[Field]:
+    objects = {repr(each): each for each in (_split_shape(shape)[1] for shape in shapes.SHAPES.values())}
+    counts = Counter(field for each in objects.values() for field in _flatten(each, ''))
+    return [field for field, count in counts.items() if count >= MIN_SHARING]
+
+
+def _make_table(fields: Iterable[Field]) -> Table:
+    rows = [[f'`{each.name}`', each.kind, each.description or '-'] for each in fields]
     return Table(['field', 'type', 'what it is'], rows)
 
 
-def _flatten(shape: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
+class Field(NamedTuple):
+    name: str
+    kind: str
+    description: str
+
+
+def _flatten(shape: shapes.Schema, path: str) -> Iterator[Field]:
     for name, field in shape.get('properties', {}).items():
         yield from _flatten_field(field, f'{path}{name}')
     if isinstance(shape.get('additionalProperties'), dict):
         yield from _flatten_field(shape['additionalProperties'], f'{path}<name>')
 
 
-def _flatten_field(field: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
+def _flatten_field(field: shapes.Schema, path: str) -> Iterator[Field]:
     kinds = field['type'] if isinstance(field['type'], list) else [field['type']]
-    yield path, ' or '.join(kinds), field['description'] + _describe_choice(field)
+    yield Field(path, ' or '.join(kinds), field['description'] + _describe_choice(field))
     if 'items' in field:
         inner = list(_flatten(field['items'], f'{path}[].'))
-        yield from inner or [(f'{path}[]', field['items']['type'], field['items']['description'])]
+        yield from inner or [Field(f'{path}[]', field['items']['type'], field['items']['description'])]
     yield from _flatten(field, f'{path}.')
 
 
@@ -225,18 +250,21 @@ def describe_eschedule() -> Iterator[Section]:
     yield Section(
         'eschedule', [*PLACEHOLDER_MEANINGS.values(), *(f'{family}: {links}.' for family, links in names.items())]
     )
+    described = [row for rows in load_families().values() for row in rows]
     common = [describe_option(row) for field in COMMON_OPTIONS for row in OPTIONS[field]]
-    yield Section('Common options', ['Many commands have these options:', Terms(('option', ''), common)])
-    for rows in load_families().values():
-        for each in rows:
-            exits = ', '.join(map(str, sorted({0, 1, 2, 7, *each.exit_codes})))
-            blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
-            if options := [describe_option(row) for row in each.list_options(are_common=False)]:
-                blocks.append(Terms(('option', ''), options))
-            flags = ', '.join(f'`{row.flags[0]}`' for row in each.list_options(are_common=True))
-            blocks.append(f'[Common options](#common-options): {flags}.')
-            blocks += [f'Example: `{each.example}`', f'[Exit codes](exit-codes.md): {exits}.']
-            yield Section(f'eschedule {each.name}', blocks)
+    counts = Counter(describe_option(row) for each in described for row in each.list_options(are_common=False))
+    common += [option for option, count in counts.items() if count >= MIN_SHARING]
+    yield Section('Common options', ['Many commands have some of these options:', Terms(('option', ''), common)])
+    for each in described:
+        exits = ', '.join(map(str, sorted({0, 1, 2, 7, *each.exit_codes})))
+        blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
+        rows = [*each.list_options(are_common=False), *each.list_options(are_common=True)]
+        if options := [option for option in map(describe_option, rows) if option not in common]:
+            blocks.append(Terms(('option', ''), options))
+        flags = ', '.join(f'`{row.flags[-1]}`' for row in rows if describe_option(row) in common)
+        blocks.append(f'[Common options](#common-options): {flags}.')
+        blocks += [f'Example: `{each.example}`', f'[Exit codes](exit-codes.md): {exits}.']
+        yield Section(f'eschedule {each.name}', blocks)
     reserved = ', '.join(f'`{word}`' for word in list_reserved_words())
     says = 'An instance cannot have the name of a command, or of one that may be added later'
     yield Section('Reserved names', [f'{says}: {reserved}.'])
