@@ -79,7 +79,7 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
         record = parse_or_none(stored.value) if stored is not None else None
         if stored is None or (record and (record.state in (GONE, ERROR) or record.compute != compute)):
             memory.record_end(instance)
-            log.info('instance %s has finished, but the state directory did not say so: corrected it', instance)
+            log.info('instance %s had finished, which the state directory did not record: recorded it there', instance)
 
 
 # Worker processes without `workers:` in compute.yaml: one a processor, but no more than these.
@@ -221,12 +221,12 @@ class PlanningLoop:
         """Start no tasks until become_writable(), and undo builds in flight (rule: single-owner)."""
         self.read_only = True
         self.planner.stop_builds()
-        log.error('this compute is read-only from now on (its guests keep running): %s', reason)
+        log.error('this compute is read-only from now on: its guests run, but it changes nothing: %s', reason)
 
     def become_writable(self) -> None:
         self.read_only = False
         self.planner.allow_builds()
-        log.warning('this compute is no longer read-only: its ecompute holds the presence key again')
+        log.warning('this compute is no longer read-only: its presence is in etcd again')
         self.planner.wake_up('this compute may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
@@ -513,7 +513,7 @@ class Compute:
         self._unknown_since, confirmed = confirm_sightings(self._unknown_since, unknown, time.monotonic())
         for instance in confirmed:
             self.host.hypervisor.set_adoption(instance, None)
-            log.warning('instance %s is neither requested nor claimed: its adoption mark is removed', instance)
+            log.warning('instance %s has no request or claim: removed the adoption mark of its domain', instance)
 
     def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], left_out: Set[str]) -> PlacementInventory:
         config, measured = self.config, dict[str, dict[str, int]]()
@@ -622,9 +622,9 @@ class Compute:
         failpoint('closing')
         try:
             self._provider.close()
-            log.info('reserved all VCPU: no instances are scheduled here until ecompute starts again')
+            log.info('reserved all VCPU in placement: no instances are placed here until ecompute starts again')
         except EcompError as error:
-            log.warning('instances may still be scheduled here, because VCPU cannot be reserved: %s', error)
+            log.warning('instances may still be placed here, because VCPU cannot be reserved: %s', error)
 
 
 def now() -> str:

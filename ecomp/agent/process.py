@@ -190,7 +190,7 @@ class ComputeProcess:
             self._follow()
             ready.info('ready: %s', status)
         else:
-            status = 'read-only: etcd is not the one this compute knew. Try: journalctl -u ecompute'
+            status = 'read-only: etcd is not the one that this compute used before. Try: journalctl -u ecompute'
         if self.config.metrics is not None:
             self.at_exit.callback(MetricsWriter(self.config.metrics, compute).stop)
         self.service.notify_ready(status)

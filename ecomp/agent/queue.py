@@ -207,7 +207,7 @@ class Taker:
             held = {}
         waiting = [place.entry.instance for place in backlog.entries.values()]
         for instance in self._release_dead_claims([each for each in waiting if each in held]):
-            log.info('released the claim of %s: the instance is still queued', instance)
+            log.info('released an old claim of instance %s in placement: its request is still queued', instance)
             held.pop(instance)
         used = sum_resources(held.values())
         provider = read_provider(self._placement, self.compute, traits=True, aggregates=False, used=used)

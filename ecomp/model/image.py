@@ -104,7 +104,7 @@ UNLISTED = 'not in the `image_sources:` of this compute'
 LINK_LOCAL = 'a link-local address'
 METADATA = 'the metadata address of a cloud'
 NO_HOST = 'not the address of a host'
-TRANSLATED = 'an address that is translated to another one'
+TRANSLATED = 'an address that NAT64 translates to another one'
 
 REFUSED_NETWORKS = {
     LOOPBACK: ('127.0.0.0/8', '::1'),

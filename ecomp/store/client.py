@@ -116,8 +116,8 @@ class Guard:
 
     def _refuse(self, endpoints: str, reason: str) -> None:
         text = (
-            f'etcd at {endpoints} is not the one this compute knew: {reason}. It was wiped, restored or replaced, or '
-            '`etcd:` names another etcd. This compute builds, destroys and publishes nothing. '
+            f'etcd at {endpoints} is not the one that this compute used before: {reason}. It was wiped, restored or '
+            'replaced, or `etcd:` names another etcd. This compute builds, destroys and publishes nothing. '
             'Fix: correct `etcd:`, or accept this etcd with `ecompute --accept-new-etcd`'
         )
         with self._lock:

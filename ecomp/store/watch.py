@@ -226,7 +226,7 @@ class Follower:
                 # A member that lags may answer a watch, as may an etcd with another history: the next list shows which.
                 # The cluster is that before the list, because another connection may have seen newer revisions since.
                 if cluster_before and self._guard and not self._guard.observe(cluster_before, parse_header(reply)):
-                    raise _Resync('a member that lags answered the watch')
+                    raise _Resync('an etcd member that lags behind answered the watch')
                 if reply.created:
                     watched[reply.watch_id] = self._watches[len(watched)]
                 if len(watched) == len(self._watches):

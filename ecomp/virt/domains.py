@@ -119,7 +119,7 @@ class Domains:
 
     def list_foreign(self, pool: Path, instance: str = '') -> dict[str, ForeignGuest]:
         foreign = {}
-        with self._connection.use('listing the domains of others') as connection:
+        with self._connection.use('listing the domains that ecomp did not create') as connection:
             for domain in _find_domains(connection, instance) if instance else connection.listAllDomains():
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
                     if _read_compute(domain) is None:
@@ -327,7 +327,7 @@ def apply_filter(operation: Callable[[], object], description: str) -> None:
         except libvirt.libvirtError as error:
             if error.get_error_domain() not in FILTER_ERROR_DOMAINS or not remaining_tries:
                 raise
-            log.warning('%s again: %s', description, describe_error(error))
+            log.warning('%s again, because libvirt failed to filter it: %s', description, describe_error(error))
 
 
 def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:

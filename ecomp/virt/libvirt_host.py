@@ -273,7 +273,7 @@ class Libvirt:
         problem = self._filters.prepare()
         if problem and self.has_filters:
             lost = f'libvirt can no longer filter what guests send ({problem})'
-            fix = 'restore the filters, or restart ecompute, which then starts guests without filters'
+            fix = 'systemctl restart libvirtd; or restart ecompute, which then starts guests without filters'
             message = f'{lost}: ecompute starts no guest until libvirt can again. Fix: {fix}'
             raise Unreachable(message, "libvirt's network filters")
         control = None if problem else self._filters.resolve_services()

@@ -129,7 +129,8 @@ def remove_reservation(host: Hypervisor, instance: str) -> Iterator[str]:
     reserve(host, 'delete', instance, expected)
     yield instance
     host.restart()
-    assert len(host.find_log_lines(instance, f'{expected} was missing on default; reserved {expected}')) == 1
+    message = f'address {expected} on network default was missing; reserved {expected}'
+    assert len(host.find_log_lines(instance, message)) == 1
 
 
 @contextmanager

@@ -282,7 +282,7 @@ def test_lost_member_does_not_stop_writes(
     member.start() if how == 'killed' else member.resume()
     wait_until(member.is_ready, 20, 'the member is back')
     assert cluster_control.eschedule('destroy', '--wait', before).code == 0
-    assert count_logged(compute, 'is not the one this compute knew') == 0
+    assert count_logged(compute, 'is not the one that this compute used before') == 0
 
 
 def test_replaced_member_is_not_mistaken_for_another_etcd(
@@ -296,7 +296,7 @@ def test_replaced_member_is_not_mistaken_for_another_etcd(
     boot(cluster_control)
     compute.restart()  # its first connection is to the new member
     assert cluster_control.eschedule('destroy', '--wait', before).code == 0
-    assert count_logged(compute, 'is not the one this compute knew') == 0
+    assert count_logged(compute, 'is not the one that this compute used before') == 0
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_lagging_member_is_not_mistaken_for_another_etcd(
             member.kill()
         for member in members.members[1:]:
             member.start()
-    assert count_logged(compute, 'is not the one this compute knew') == 0
+    assert count_logged(compute, 'is not the one that this compute used before') == 0
 
 
 @pytest.mark.slow

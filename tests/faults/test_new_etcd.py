@@ -28,7 +28,7 @@ from tests.kit.story import (
 )
 from tests.kit.tuned import make_tuned
 
-STRANGE_ETCD_MESSAGE = 'is not the one this compute knew'
+STRANGE_ETCD_MESSAGE = 'is not the one that this compute used before'
 FAILPOINTS = (REPUBLISHED := 'republished',)
 
 
@@ -200,7 +200,7 @@ def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
     put_claim(own_control, UNKNOWN_UUID, compute.uuid, amounts={'VCPU': 1})
     restart_accepting_etcd(compute)
     status = wait_state(own_control, instance, 'active')
-    assert 'without a claim' in status['fault']
+    assert 'has no claim for it' in status['fault']
     assert read_guests(compute)[instance]['running']
     own_control.placement.call('DELETE', f'/allocations/{UNKNOWN_UUID}')
     stop_compute(compute)

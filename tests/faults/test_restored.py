@@ -66,7 +66,7 @@ def create_with_uuid(control: Control, instance: str, *words: str) -> Result:
 # After a restore of etcd, or of etcd and placement, no instance is built a second time.
 
 
-STRANGE_ETCD_MESSAGE = 'is not the one this compute knew'
+STRANGE_ETCD_MESSAGE = 'is not the one that this compute used before'
 BROKEN_HISTORY = pytest.mark.history_broken('etcd is restored from an older copy')
 
 

@@ -220,7 +220,7 @@ def test_host_repairs_what_it_has_found_for_a_minute_when_asked(
     monkeypatch.setattr(upkeep, 'CONFIRMATION_SECONDS', 60)
     disk = host.create_disk()
     (line,) = host.repair(cloud.store)
-    assert line.startswith(f'disk-orphaned {disk}: not repaired: it was first seen 0 s ago')
+    assert line.startswith(f'disk-orphaned {disk}: not repaired: the finding is only 0 s old')
     assert disk in host.hypervisor.list_guests()
 
 
@@ -517,10 +517,10 @@ def test_partial_files_are_removed_if_unchanged(host: Host) -> None:
     report = host.clear(*leftovers)
 
     assert sorted(report) == [
-        'part ../uuid: not removed: it has changed since it was found, or is gone',
+        'part ../uuid: not removed: the file has changed since it was found, or is gone',
         'part .token.part: removed',
-        'part images/base-aa.part: not removed: it has changed since it was found, or is gone',
-        'part images/base-bb.part: not removed: it has changed since it was found, or is gone',
+        'part images/base-aa.part: not removed: the file has changed since it was found, or is gone',
+        'part images/base-bb.part: not removed: the file has changed since it was found, or is gone',
         'part metadata/.x.json.part: removed',
     ]
     assert {path.name for path in images.glob('*.part')} == {'base-aa.part', 'base-bb.part'}

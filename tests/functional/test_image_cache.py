@@ -481,7 +481,8 @@ def test_changed_base_volume_is_found_and_fetched_again(
     with caplog.at_level(logging.ERROR):
         scrubber.scrub(time.time() + MORE_THAN_A_DAY_SECONDS)
     assert caplog.messages == [
-        f'{path}: its content has changed since the download: no new disk uses it; guests that depend on it: {instance}'
+        f'{path}: the content of this base volume has changed since its download: no new disk uses it; '
+        f'guests that depend on it: {instance}'
     ]
     assert list_bad(directory) == [hashlib.sha256(content).hexdigest()]
 

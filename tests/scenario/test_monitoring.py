@@ -319,7 +319,7 @@ def test_each_alert_fires_by_its_fault_and_each_panel_has_data(lab: Lab, monitor
         host.kill(signal.SIGTERM)
         host.launch('', '--accept-new-etcd')
         host.wait_ready()
-        assert host.find_log_lines('instances republished')
+        assert host.find_log_lines('instances written to etcd again')
         host.kill(signal.SIGTERM)
     lab.start_ecomputes()
     end('the new etcd was accepted', began, 'EcompReadOnly')

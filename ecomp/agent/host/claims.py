@@ -130,18 +130,18 @@ class ClaimKeeper:
             if released:
                 consumers.pop(consumer, None)
                 TALLY.add('ecomp_claims_released_total')
-                log.warning('released the claim of instance %s: the instance has no request', consumer)
+                log.warning('released the claim of instance %s in placement: etcd has no request for it', consumer)
             self._first_sightings.pop(consumer, None)
 
     def _correct(self, instance: str) -> None:
         try:
             wanted = partial(read_settled_request, self._store, self._compute, instance)
             if allocations.correct_claim(self._placement, instance, wanted):
-                log.warning('set the claim of instance %s to its request, from which it differed', instance)
+                log.warning('changed the claim of instance %s in placement to the amounts of its request', instance)
         except Unreachable:
             raise
         except EcompError as error:  # no room, or amounts that placement refuses
-            log.info('the claim of instance %s differs from its request: %s', instance, error)
+            log.info('the claim of instance %s in placement differs from its request, and stays: %s', instance, error)
 
     def _select_kept(self, holding: Mapping[str, Allocations]) -> set[str]:
         return find_needed(self._store, holding, self._compute, self._queued)

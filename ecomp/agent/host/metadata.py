@@ -44,12 +44,12 @@ def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_ho
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEED_SECONDS, cwd='/', pass_fds=opened
             )
     except subprocess.TimeoutExpired as error:
-        raise BuildFailed('scheduled', f'mdserver did not make the seed within {SEED_SECONDS:g} s') from error
+        raise BuildFailed('scheduled', f'mdserver.seed made no metadata within {SEED_SECONDS:g} s') from error
     except UsageError as error:
         raise BuildFailed('scheduled', str(error)) from error
     if result.returncode:
         lines = result.stderr.decode(errors='replace').strip().splitlines()
-        raise BuildFailed('scheduled', lines[-1] if lines else f'mdserver.seed exited with {result.returncode}')
+        raise BuildFailed('scheduled', lines[-1] if lines else f'mdserver.seed exited with code {result.returncode}')
     return {name: text.encode(errors='surrogateescape') for name, text in json.loads(result.stdout).items()}
 
 

@@ -230,7 +230,7 @@ class Registration:
         if self._compare_provider():
             self._last_good_check.record(generation)
         elif not is_closing():
-            log.warning('the provider was changed outside ecomp, or placement was restored: registering again')
+            log.warning('the resource provider was changed outside ecomp, or placement was restored: writing it again')
             self.register(is_closing)
 
     def update_inventory(self, inventory: PlacementInventory, is_closing: Callable[[], bool]) -> None:
@@ -241,7 +241,7 @@ class Registration:
             self.inventory = inventory
             self._read_provider()
             amounts = (f'{name} {parts["reserved"]:g}' for name, parts in sorted(inventory.items()))
-            log.info('reserved for what is not ours: %s', ', '.join(amounts))
+            log.info('reserved in placement for what ecomp did not create: %s', ', '.join(amounts))
 
     def close(self) -> None:
         """Reserve all VCPU and disable the provider, so that nothing is scheduled here."""

@@ -76,7 +76,7 @@ class Troubles:
         if reasons != list(self.reasons):
             self.reasons = reasons
             if reasons:
-                log.warning('this compute cannot build, so others are preferred: %s', '; '.join(reasons))
+                log.warning('this compute cannot build, so new instances go to others first: %s', '; '.join(reasons))
             else:
                 log.info('this compute can build again')
             self._publish(reasons)

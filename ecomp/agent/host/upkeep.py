@@ -61,9 +61,10 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Coll
             try:
                 ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.expected)
             except BuildFailed as error:
-                log.warning('instance %s: cannot reserve %s again: %s', instance, nic.expected, error.reason)
+                log.warning('instance %s: cannot reserve address %s again: %s', instance, nic.expected, error.reason)
             else:
-                log.warning('instance %s: %s was missing on %s; reserved %s', instance, nic.expected, nic.network, ip)
+                text = 'instance %s: the reservation of address %s on network %s was missing; reserved %s'
+                log.warning(text, instance, nic.expected, nic.network, ip)
 
 
 def find_abandoned_parts(state: Path) -> dict[str, str]:
@@ -218,7 +219,7 @@ class Upkeep:
         except EcompError as error:
             log.debug('this host does not answer: %s', error)
         except Exception:
-            log.exception('unexpected error while this host looks at itself')
+            log.exception('unexpected error while this host checks itself')
         self._answered |= looks.keys()
         return math.inf
 
@@ -260,17 +261,15 @@ class Upkeep:
 
     def _repair(self, finding: Finding, age_seconds: float = math.inf) -> str:
         if age_seconds < CONFIRMATION_SECONDS:
-            return f'not repaired: it was first seen {age_seconds:.0f} s ago. Try: the same command in a minute'
+            return f'not repaired: the finding is only {age_seconds:.0f} s old. Try: the same command in a minute'
         try:
             if finding.leftover is not None:
                 return self._remove(finding.leftover)
             if finding.repair is Repair.CLAIM:
                 read_request = partial(read_settled_request, self.store, self.compute, finding.subject)
                 is_claimed = correct_claim(self.placement, finding.subject, read_request)
-                return (
-                    f'claimed again on {self.compute}' if is_claimed else 'not repaired: it has changed since the look'
-                )
-            return 'is released by this host once it has been seen for a minute'
+                return f'claimed again on {self.compute}' if is_claimed else 'not repaired: the claim has changed'
+            return 'not released yet: this host releases the claim once the finding is a minute old'
         except (EcompError, OSError) as error:
             return f'not repaired: {error}'
 
@@ -306,12 +305,12 @@ class Upkeep:
 
     def _remove_part(self, leftover: Leftover) -> str:
         if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
-            return 'not removed: it has changed since it was found, or is gone'
+            return 'not removed: the file has changed since it was found, or is gone'
         path = self.state / leftover.name
         with lock_if_idle(path) as is_abandoned:
             if is_abandoned:
                 path.unlink(missing_ok=True)
-        return 'removed' if is_abandoned else 'not removed: it is being written'
+        return 'removed' if is_abandoned else 'not removed: the file is being written'
 
     def _is_needed(self, instance: str) -> bool:
         """Read whether the instance has a request or attempt, or a record that is not final."""

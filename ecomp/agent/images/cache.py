@@ -374,7 +374,7 @@ class Scrubber:
             if sha256 != match[1]:
                 users = ', '.join(self._list_users(path)) or 'none'
                 effect = f'no new disk uses it; guests that depend on it: {users}'
-                log.error('%s: its content has changed since the download: %s', path, effect)
+                log.error('%s: the content of this base volume has changed since its download: %s', path, effect)
 
     def _hash_file(self, path: Path) -> str | None:
         digest = hashlib.sha256()

@@ -18,7 +18,7 @@ from ecomp.errors import BuildFailed
 from ecomp.model import image
 from ecomp.model.image import Address, ImageSources, expand_address, parse_image_sources
 
-CONTROL_PLANE = 'etcd or placement'
+CONTROL_PLANE = 'the address of etcd or placement'
 OWN_ADDRESS = 'an address of this host that `image_sources:` does not list exactly'
 CHUNK_BYTES = 1024**2  # bytes of one read, at most
 SUMS_FILE = 'SHA256SUMS'

@@ -687,7 +687,7 @@ class Instances:
         def attempt() -> bool | None:
             return release(self.placement, [instance], find_claims_elsewhere)[instance] is not False or None
 
-        reason = f'its claim changed concurrently in each of {MAX_RELEASE_TRIES} tries'
+        reason = f'its claim in placement changed concurrently in each of {MAX_RELEASE_TRIES} tries'
         retry_until_committed(attempt, Unreachable(f'instance {instance}: {reason}'), MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:

@@ -342,18 +342,18 @@ def republish(
             else:
                 raise _make_conflict_error(instance)
         except Unreadable as error:
-            log.error('instance %s is not republished: %s', instance, error)  # the others are published
+            log.error('instance %s is not written to etcd again: %s', instance, error)  # the others are published
             continue
         if isinstance(step, Drop):
             memory.record_end(instance)
-            log.warning('instance %s is not republished: it ran here, but no longer exists', instance)
+            log.warning('instance %s is not written to etcd again: it ran here, but no longer exists', instance)
         published += isinstance(step, Publish)
     for instance in memory.get_ended() - set(local_instances):  # a guest that is here is kept
         try:
             _end_again(compute, store, instance, queued.get(instance, ()), now)
         except Unreadable as error:
             log.error('instance %s had finished, but this cannot be recorded in etcd again: %s', instance, error)
-    log.info('instances republished: %d', published)
+    log.info('instances written to etcd again: %d', published)
 
 
 def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
@@ -425,7 +425,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
     change = names.restore_name(state.store, record.name, record.instance)
     if change is None:
         # Not a fault of the record, which would stay after `check --fix` has restored the name.
-        log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
+        log.error('instance %s: its name %s now belongs to another instance', record.instance, record.name)
     name_conditions, operations = change or ([], [])
     request, present = step.request, state.view.request
     is_new = present is None
@@ -486,7 +486,7 @@ def _ensure_claim(placement: Placement, request: Request) -> str:
         except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:
-            return f'it is here without a claim: {error}'
+            return f'its guest is on this host, but placement has no claim for it: {error}'
         return ''
 
     conflict = Unreachable(f'instance {request.instance}: its claim changed concurrently in each of {MAX_TRIES} tries')
