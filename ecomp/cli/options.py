@@ -300,7 +300,7 @@ class Options(NamedTuple):
         '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`')] = False
     start: Annotated[bool, _make(
         '--start', 'also start the guests that `eschedule host drain --stop` stopped there')] = False
-    fix: Annotated[bool, _make('--fix', 'repair what is safe to repair: only findings that two audits, a minute apart, '
+    fix: Annotated[bool, _make('--fix', 'repair what is safe to repair: only findings that two checks, a minute apart, '
         'both report. Running guests are not changed')] = False
     now: Annotated[bool, _make(
         '--now', 'have every host look at itself now, twice, and wait for that: at most 10 s')] = False

@@ -65,7 +65,7 @@ def _find_compute_problems(world: World) -> Iterator[Finding]:
             yield Finding('hostname-orphaned', compute, f'{key} {problem}', keys=(key, keys.compute(compute)))
     for compute in sorted(world.living_computes):
         if compute not in world.planes.providers:
-            yield Finding('provider-missing', compute, f'compute {compute} is alive, but has no provider')
+            yield Finding('provider-missing', compute, f'compute {compute} is alive, but has no resource provider')
         trouble = world.get_value(keys.troubles(compute))
         if trouble is not None and trouble.lease:
             sentence = f'compute {compute} cannot build: {parse_trouble(trouble.value)}'
@@ -74,7 +74,7 @@ def _find_compute_problems(world: World) -> Iterator[Finding]:
         provider = world.planes.providers.get(compute)
         held = provider.allocations if provider is not None and provider.allocations else {}
         if state == SILENT and (held or world.queue_entries):
-            reason = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'may run queued requests'
+            reason = f'has {len(held)} claim{"s" * (len(held) > 1)} in placement' if held else 'may run queued requests'
             sentence = f'compute {compute} {reason}, but is silent, so its guests and disks were not compared'
             yield Finding('compute-silent', compute, sentence, compute)
 
@@ -89,13 +89,13 @@ def _find_inventory_problems(world: World) -> Iterator[Finding]:
     for compute in sorted(world.computes & world.visible_providers.keys()):
         provider = world.visible_providers[compute]
         if provider.inventory == {} and compute == world.planes.compute:
-            yield Finding('inventory-missing', compute, f'compute {compute} is alive, but has no inventory')
+            yield Finding('inventory-missing', compute, f'placement has no inventory for the living compute {compute}')
         for name, amount in sorted(sum_resources((provider.allocations or {}).values()).items()):
             inventory = provider.inventory.get(name, {}) if provider.inventory is not None else {'total': amount}
             # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
             total = calculate_capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
             if amount > total:
-                sentence = f'its claims use {name}:{amount}, but its capacity is {total}'
+                sentence = f'the claims on compute {compute} use {name}:{amount}, but its capacity is {total}'
                 yield Finding('capacity-exceeded', compute, sentence, world.planes.compute)
 
 
@@ -140,10 +140,10 @@ def _find_malformed(world: World) -> Iterator[Finding]:
     for instance, queues in world.queue_entries.items():
         for flavor, waiting in queues.items():
             if isinstance(waiting, InvalidRequest):
-                yield report(keys.queue(flavor, instance), instance, f'{waiting.reason}; no compute takes it')
+                yield report(keys.queue(flavor, instance), instance, f'{waiting.reason}; no compute takes this request')
     for name, owner in world.name_owners.items():
         if owner is None:
-            yield report(keys.name(name), name, 'it names no instance')
+            yield report(keys.name(name), name, 'its value names no instance')
     values = ((keys.group, world.groups), (keys.quota, world.quotas), (keys.stack, world.stacks))
     for make_key, parsed in values:
         yield from (report(make_key(name), name, each) for name, each in parsed.items() if isinstance(each, str))
@@ -166,20 +166,20 @@ def _find_unleased(world: World) -> Iterator[Finding]:
 def _find_queue_problems(world: World) -> Iterator[Finding]:
     for instance, queues in sorted(world.queue_entries.items()):
         requests, record = sorted(world.requests_by_compute.get(instance, {})), world.records.get(instance)
-        others = [f'it is requested from compute {", ".join(requests)}'] if requests else []
-        others += [f'its record has state {record.state}'] if record else []
+        others = [f'its instance is requested from compute {", ".join(requests)}'] if requests else []
+        others += [f'the record of the instance has state {record.state}'] if record else []
         for flavor, waiting in sorted(queues.items()):
             key = keys.queue(flavor, instance)
             if isinstance(waiting, InvalidRequest):
                 continue
             if others or len(queues) > 1:
-                other_queues = [f'it is in the queues {", ".join(sorted(queues))}'] if len(queues) > 1 else []
+                other_queues = [f'the instance is in the queues {", ".join(sorted(queues))}'] if len(queues) > 1 else []
                 sentence = f'{key} is a queued request, but {"; ".join([*others, *other_queues])}'
                 can_repair = bool(others) and len(queues) == 1
                 related = world.list_instance_keys(instance) if can_repair else ()
                 yield Finding('queued-doubled', instance, sentence, is_repairable=can_repair, keys=(key, *related))
             elif world.get_value(keys.flavor(flavor)) is None:
-                sentence = f'it is queued for flavor {flavor}, which does not exist, so no compute takes it'
+                sentence = f'its request is for flavor {flavor}, which does not exist, so no compute takes the request'
                 yield Finding('queued-flavorless', instance, sentence)
 
 
@@ -241,7 +241,7 @@ def _find_replaced(world: World) -> Iterator[Finding]:
             computes = [world.records[replaced].compute]
         if computes and world.in_flight.isdisjoint((replaced, instance)):
             # No repair (rule: shown-not-acted-on).
-            sentence = f'it lives on compute {" and ".join(computes)}, but instance {instance} says that it replaces it'
+            sentence = f'it lives on compute {" and ".join(computes)}, but instance {instance} was made to replace it'
             yield Finding('replaced-lives', replaced, sentence, computes[0])
 
 
@@ -273,23 +273,23 @@ def _find_living_entry_problems(world: World, record: Record, address: str | Non
         sentence = f'{_describe_record(record)}, but is on a lease, so it will be deleted'
         yield Finding('record-leased', instance, sentence, keys=(record_key,))
     if not world.requests_by_compute.get(instance):
-        sentence = f'{_describe_record(record)}, but it has no request'
+        sentence = f'{_describe_record(record)}, but the instance has no request'
         yield Finding('request-missing', instance, sentence, record.compute)
     if not world.is_in_work(instance) and address != (record.address or None):
         booted = 'no address' if address is None else address
-        sentence = f'/booted has {booted}, but its record has {record.address or "no address"}'
+        sentence = f'its key below /booted has {booted}, but its record has {record.address or "no address"}'
         yield Finding('booted-differs', instance, sentence, keys=(keys.address(instance),))
 
 
 def _find_ended_entry_problems(world: World, instance: str, address: str | None) -> Iterator[Finding]:
     record, related_keys = world.records.get(instance), world.list_instance_keys(instance)
-    summary = f'its record has state {record.state}' if record else 'it has no request and no record'
+    summary = f'its record has state {record.state}' if record else 'the instance has no request and no record'
     for compute in sorted(world.requests_by_compute.get(instance, {})):
-        sentence = f'{summary}, but it is requested from compute {compute}'
+        sentence = f'{summary}, but the instance is requested from compute {compute}'
         request_key = keys.request(compute, instance)
         yield Finding('request-ended', instance, sentence, compute, keys=(request_key, *related_keys))
     if world.get_value(keys.address(instance)) is not None:
-        sentence = f'{summary}, but /booted has the address {address}'
+        sentence = f'{summary}, but its key below /booted has the address {address}'
         yield Finding('booted-orphaned', instance, sentence, keys=(keys.address(instance), *related_keys))
 
 
@@ -298,7 +298,7 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
         if not isinstance(group, Group):
             continue
         for line in group.list_breaches():
-            yield Finding('group-broken', name, f'its policy is {group.rule}, but {line}')
+            yield Finding('group-broken', name, f'the policy of the group is {group.rule}, but {line}')
         orphans = [instance for instance in sorted(group.members) if not _is_requested_or_living(world, instance)]
         if orphans:
             listed = join_some(orphans, MAX_QUOTED_INSTANCES)
@@ -308,7 +308,7 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
         for compute, request in world.list_live_requests(instance).items():
             name = request.group.name if request.group else ''
             if name and (detail := _find_lack(world.groups.get(name), instance, compute)):
-                sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
+                sentence = f'its request on compute {compute} is in group {name}, but {keys.group(name)} {detail}'
                 yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
 
@@ -317,7 +317,7 @@ def _find_lack(group: Group | str | None, instance: str, compute: str) -> str:
         return 'does not exist'
     if isinstance(group, str) or (other := group.members.get(instance)) == compute:
         return ''
-    return f'has it on compute {other}' if other else 'does not have it'
+    return f'lists the instance on compute {other}' if other else 'does not list the instance'
 
 
 def _is_requested_or_living(world: World, instance: str) -> bool:
@@ -418,7 +418,7 @@ def _find_guest_problems(world: World) -> Iterator[Finding]:
         is_awaited = compute in world.requests_by_compute.get(instance, {}) and not world.is_in_work(instance)
         if record is None and guest is not None and _is_domain_of(guest, compute) and is_awaited:
             domain = f'its domain {guest.condition} there'
-            sentence = f'it is requested from compute {compute}, and {domain}, but it has no record'
+            sentence = f'it is requested from compute {compute}, and {domain}, but etcd has no record of it'
             yield Finding('record-missing', instance, sentence, compute)
     for record in world.settled:
         if record.compute != compute:
@@ -458,8 +458,8 @@ def _find_reservation_problems(world: World, record: Record) -> Iterator[Finding
         address = reserved.get(interface.mac)
         if interface.expected is not None and address != interface.expected:
             code = 'reservation-missing' if address is None else 'reservation-differs'
-            held = f'compute {compute} reserves {address or "no address"} for it'
-            sentence = f'its record expects {interface.expected} on {interface.network}, but {held}'
+            held = f'compute {compute} reserves {address or "no address"} for the instance'
+            sentence = f'its record expects {interface.expected} on network {interface.network}, but {held}'
             yield Finding(code, record.instance, sentence, compute)
 
 
@@ -477,7 +477,7 @@ def _find_leftovers(world: World) -> Iterator[Finding]:
         if record is not None:
             summary = f'its record has state {record.state}' + (f' on compute {record.compute}' if homes else '')
         else:
-            summary = f'it is requested from compute {", ".join(requests)}' if requests else 'it has no request'
+            summary = f'its request is for compute {", ".join(requests)}' if requests else 'the instance has no request'
         if guest is not None:
             yield from _find_guest_leftover(world, guest, homes, summary)
         if compute in homes:
@@ -491,7 +491,7 @@ def _find_leftovers(world: World) -> Iterator[Finding]:
         # A guest or a request needs the claim.
         held_here = world.allocations.get(instance, {}).get(compute)
         if held_here is not None and guest is None and not requests and not world.is_living(instance):
-            sentence = f'placement has its claim of {format_resources(held_here)} on {compute}, but {summary}'
+            sentence = f'placement has its claim of {format_resources(held_here)} on compute {compute}, but {summary}'
             yield Finding('allocation-orphaned', instance, sentence, compute)
 
 
@@ -521,18 +521,18 @@ def _find_network_leftovers(world: World, instance: str, summary: str) -> Iterat
     compute = world.planes.compute
     if reserved := world.reservations.get(instance, {}):
         addresses = ', '.join(sorted(filter(None, reserved.values())))
-        held = f'reserves {addresses} for it' if addresses else 'has a reservation for it, without an address'
+        held = f'reserves {addresses} for the instance' if addresses else 'has a reservation for it, without an address'
         sentence, leftover = f'compute {compute} {held}, but {summary}', Leftover('reservations', instance)
         yield Finding('reservation-orphaned', instance, sentence, compute, leftover)
     for mac in sorted(world.metadata.get(instance, ())):
-        sentence = f'compute {compute} has metadata for its MAC {mac}, but {summary}'
+        sentence = f'compute {compute} has metadata for MAC {mac} of the instance, but {summary}'
         yield Finding('seed-orphaned', instance, sentence, compute, Leftover('seed', mac, instance))
 
 
 def _find_file_problems(world: World) -> Iterator[Finding]:
     compute, facts = world.planes.compute, world.planes.facts
     for name, mark in facts.parts.items():
-        sentence = f'{name} is on compute {compute}, but no process writes it'
+        sentence = f'the unfinished file {name} is on compute {compute}, but no process writes it'
         yield Finding('part-orphaned', compute, sentence, compute, Leftover('part', name, mark))
     for name in sorted(facts.bad_bases):
         sentence = f'base volume {name} on compute {compute} has changed since its download'
@@ -542,7 +542,7 @@ def _find_file_problems(world: World) -> Iterator[Finding]:
         yield Finding('dhcp-open', compute, sentence, compute)
 
 
-REPAIR_WRONG_KEY = 'delete the wrong key with `etcdctl del`: <key>'
+REPAIR_WRONG_KEY = 'find the host with the right guest (`virsh list --all`), then `etcdctl del` the other key: <key>'
 REPAIR_WRONG_DOMAIN = 'on the host of the wrong domain: `virsh destroy <instance>; virsh undefine <instance>`'
 
 
@@ -561,7 +561,7 @@ CHECKS = add_checks({
         'check the log of its ecompute, then restart this ecompute'),
     'host-trouble': Check(CLUSTER, _find_compute_problems,
         'a compute reports that it cannot build, so new instances go to others first',
-        'remove the cause that it names; failed builds count until one succeeds, or for ten minutes'),
+        'remove the cause that the finding names; failed builds count until one succeeds, or for ten minutes'),
     'hostname-orphaned': Check(CLUSTER, _find_compute_problems,
         'a host name that is recorded for a compute that does not exist', repair=Repair.DELETE),
     'request-doubled': Check(CLUSTER, _find_entry_problems, 'an instance is requested from several computes',
@@ -588,8 +588,8 @@ CHECKS = add_checks({
     'queued-flavorless': Check(CLUSTER, _find_queue_problems, 'the flavor of a queued request does not exist',
         'run `eschedule flavor set`, or `eschedule destroy <instance>`'),
     'queued-doubled': Check(CLUSTER, _find_queue_problems,
-        'a queued request has already been delivered to a compute, or is in several queues', REPAIR_WRONG_KEY,
-        Repair.UNQUEUE),
+        'a queued request has already been delivered to a compute, or is in several queues',
+        'leave the request in one queue, and delete it from the others: `etcdctl del <key>`', Repair.UNQUEUE),
     'name-orphaned': Check(CLUSTER, _find_name_problems, 'no living instance has this name', repair=Repair.DELETE),
     'name-missing': Check(CLUSTER, _find_name_problems, 'a living instance does not own its name',
         'destroy this instance or the owner of the name, or keep both and use the uuid of this one',
@@ -633,7 +633,7 @@ CHECKS = add_checks({
         repair=Repair.RELEASE),
     'domain-orphaned': Check(HOST, _find_leftovers, 'a domain that no request and no record needs',
         'after a restore of etcd, run `ecompute --accept-new-etcd` on its host; otherwise run `virsh destroy '
-        '<instance>; virsh undefine <instance>` there, then repeat the audit, which reports its disk'),
+        '<instance>; virsh undefine <instance>` there, then repeat `eschedule check`, which reports its disk'),
     'domain-misplaced': Check(HOST, _find_leftovers, 'a domain has the owner mark of another compute',
         REPAIR_WRONG_DOMAIN),
     'adoption-misplaced': Check(HOST, _find_leftovers, 'an adopted domain is on another host than its instance',
@@ -662,7 +662,7 @@ CHECKS = add_checks({
         'on its host, save the output of `virsh dumpxml <instance>` in a file, then run `virsh define` with this file'),
     'disk-missing': Check(HOST, _find_guest_problems, 'a living instance has no disk', 'eschedule destroy <instance>'),
     'base-missing': Check(HOST, _find_guest_problems, 'a disk has no base volume',
-        'restore the same image file, or `eschedule destroy <instance>`'),
+        'restore the file that the finding names, or `eschedule destroy <instance>`'),
     'reservation-missing': Check(HOST, _find_guest_problems, 'the address of a living instance is not reserved',
         'wait a minute, then check the log of its ecompute, which reserves the address'),
     'reservation-differs': Check(HOST, _find_guest_problems,

@@ -108,7 +108,7 @@ def test_planted_defects_are_the_only_findings_and_are_repaired(scene: Scene, ba
 
     remaining = {(finding.code, finding.subject) for finding in report.findings}
     assert remaining == {(get_code(plant), subject) for plant, subject in planted.items() if plant not in repaired}
-    assert 'the audit is repeated in 0.2 s' in messages[0]
+    assert 'the check is repeated in 0.2 s' in messages[0]
     assert len(messages) == 1 + len(repaired), messages
     text = '\n'.join(messages)
     assert not any(word in text for word in ('not repaired', 'not removed', 'not confirmed')), messages

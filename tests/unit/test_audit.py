@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ecomp.model import keys, record, states
-from ecomp.model.audit import CHECKS, confirm_findings, find_all
+from ecomp.model.audit import CHECKS, REPAIR_WRONG_KEY, confirm_findings, find_all
 from ecomp.model.finding import Finding
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import (
@@ -252,14 +252,13 @@ def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
 
     world.put_request(TWO, ACTIVE)
     candidates = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
-    assert list_fixes(ACTIVE) == [f'delete the wrong key with `etcdctl del`: {candidates}']
+    assert list_fixes(ACTIVE) == [REPAIR_WRONG_KEY.replace('<key>', candidates)]
     world.put_record(OFF, states.ACTIVE, TWO)
-    assert list_fixes(OFF) == [
-        f'delete the wrong key with `etcdctl del`: {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}'
-    ]
+    records = f'{keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}'
+    assert list_fixes(OFF) == [REPAIR_WRONG_KEY.replace('<key>', records)]
     world.put_request(TWO, GONE)
     wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
-    assert list_fixes(GONE) == [f'delete the wrong key with `etcdctl del`: {wrong}']
+    assert list_fixes(GONE) == [REPAIR_WRONG_KEY.replace('<key>', wrong)]
     # A key with a blank is quoted for the shell.
     world.put(keys.quota('a b'), '{}')
     (fix,) = list_fixes('a b')

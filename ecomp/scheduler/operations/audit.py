@@ -106,7 +106,7 @@ def audit(
         if findings or first.planes.mute_reasons:
             reports = _read_reports(store, last, revisions.get('', 0))
     findings += find_mute(last)
-    as_of = 'now' if is_now else 'up to two minutes ago'
+    as_of = 'now' if is_now else 'at most two minutes ago'
     summary = f'{_count_compared(len(reports), last)} were compared, as of {as_of}'
     full = {last.named_computes.format_name(compute): each.omitted for compute, each in reports.items() if each.omitted}
     notes = [f'compute {name} has {count} more findings than its report has room for' for name, count in full.items()]
@@ -227,7 +227,7 @@ def read_provider(placement: Placement, provider: str, name: str) -> ProviderSta
 
 # Each member takes two of the 128 conditions that etcd allows in a transaction.
 MAX_MEMBERS_PER_TRANSACTION = 50
-CHANGED_SINCE = 'not repaired: it has changed since the audit'
+CHANGED_SINCE = 'not repaired: what was found has changed since the check'
 
 
 class StaleFindingError(Exception):
@@ -245,7 +245,7 @@ def fix(
     if not any(finding.fix for finding in first.findings):
         return first
     count = count_findings([finding for finding in first.findings if finding.level == ERROR])
-    notify(f'{count}; the audit is repeated in {interval_seconds:g} s, before anything is changed')
+    notify(f'{count}; the check is repeated in {interval_seconds:g} s, before anything is changed')
     # By default, the life of an attempt's lease (rule: orphaned-claim).
     time.sleep(interval_seconds)
     second = audit(store, placement, is_now=True)
