@@ -119,7 +119,7 @@ class ClaimedElsewhere(EcompError):
 
     def __init__(self, computes: Mapping[str, str], message: str = '') -> None:
         instance, compute = next(iter(computes.items()))
-        super().__init__(message or f'{instance} is claimed on compute {compute}, which may be running it')
+        super().__init__(message or f'{instance} has a claim on compute {compute}, which may be running it')
         self.computes = computes
 
 

@@ -28,7 +28,7 @@ def list_foreign(ctx: Context, computes: Sequence[str]) -> int:
         with suppress(NotFound):  # then nothing fits
             inventories[compute] = read_inventory(ctx.placement, compute)
     omitted = {compute: foreign.omitted for compute, foreign in found.items() if foreign.omitted}
-    problems = {name: f'{number} more guests have no room in its list' for name, number in omitted.items()} | problems
+    problems = {name: f'{number} more guests are not listed' for name, number in omitted.items()} | problems
     errors = [EcompError(f'{ctx.computes.format_name(compute)}: {text}') for compute, text in sorted(problems.items())]
     return ctx.show(make_foreign_listing(found, inventories, ctx.computes), errors)
 
@@ -62,7 +62,7 @@ def _adopt(ctx: Context) -> int:
     compute = ctx.resolve_compute(ctx.words[0])
     host = ctx.computes.format_name(compute)
     if compute not in ctx.computes.living:
-        raise Conflict(f'{host}: its ecompute is not alive. Fix: start it')
+        raise Conflict(f'{host}: its ecompute is not alive. Fix: start ecompute there')
     if not ctx.words[1:] and not ctx.options.all:
         return list_foreign(ctx, [compute])
     listed = read_foreign(ctx.store, [compute])[0][compute].guests
@@ -74,7 +74,7 @@ def _adopt(ctx: Context) -> int:
     code = _adopt_guests(ctx, compute, host, guests)
     if missing:
         again = f'{ctx.command_prefix} adopt {ctx.words[0]}'
-        raise NotFound(f'{missing}: {host} has no such guest that ecomp did not create. Try: {again}')
+        raise NotFound(f'{missing}: {host} has no guest of this name or uuid to adopt. Try: {again}')
     return code
 
 
@@ -111,14 +111,14 @@ def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
     """Return the name of the domain, or None, with a message, if the instance cannot have it."""
     from ecomp.scheduler.placing.claim import reserve_names
 
-    reason = 'is not a valid name of an instance'
+    reason = 'this is not a valid name of an instance'
     if is_name(guest.name):
         try:
             reserve_names(ctx.store, {guest.instance: guest.name})
             return guest.name
         except Conflict:
-            reason = 'is the name of another instance'
-    ctx.out.say(f'{guest.name}: {reason}, so it gets none; see --name')
+            reason = 'this is the name of another instance'
+    ctx.out.say(f'{guest.name}: {reason}, so the instance gets no name. Try: --name')
     return None
 
 

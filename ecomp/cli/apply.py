@@ -139,7 +139,7 @@ def _apply(ctx: Context) -> int:
     if removed and not ctx.options.yes:
         run.read()  # during the question a host may have become silent
         if {each.instance for each in run.select(plan.REPLACE, plan.DESTROY)} - {each.instance for each in removed}:
-            raise Conflict(f'stack {file.name}: it has changed during the question. Try: the same command again')
+            raise Conflict(f'stack {file.name}: changed before the question was answered. Try: the same command again')
     try:
         return _change(run)
     except KeyboardInterrupt:
@@ -220,7 +220,7 @@ def _destroy_first(run: _Apply, steps: Sequence[plan.Action], what: str) -> bool
 
 def _refuse_taken(run: _Apply) -> int:
     _report(run)
-    problem = f'stack {run.file.name}: {len(run.select(plan.TAKEN))} of its instances conflict; {run.effect}'
+    problem = f'stack {run.file.name}: names taken by other instances: {len(run.select(plan.TAKEN))}; {run.effect}'
     fixes = 'give other names in the file, or first destroy the instances that have these'
     run.ctx.out.say(f'{problem}. Fix: {fixes}')
     return Conflict.exit_code
@@ -433,7 +433,7 @@ def _wait(run: _Apply) -> int:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('apply', 'apply FILE', 'make exactly the instances of a file exist',
+    Command('apply', 'apply FILE', 'create the instances of a file that do not exist yet',
             'Read a file of instances, a stack, and create those that do not exist: all of them or none. Instances '
             'that exist and are as the file asks are kept, so the command can be repeated as often as you like; a '
             'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '

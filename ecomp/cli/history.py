@@ -373,7 +373,7 @@ def print_command(ctx: Context, entries: InstanceEntries) -> int:
         raise Conflict(f'{instance}: was adopted, and no command creates it')
     # Pasted, another query would be an option or a command: their writer may have written anything.
     if '=' not in query or not is_image(image) or '-' in (query[0], image[0]):
-        raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')
+        raise Conflict(f'{instance}: etcd has no valid query and image of it, so no command can create it again')
     contents, unknown = _read_guest_data(ctx.store, entries, order)
     files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}
     command = [*shlex.split(ctx.command_prefix), *_list_order_words(ctx, order)]
@@ -417,7 +417,7 @@ def _write_new_files(contents: Mapping[Path, bytes]) -> None:
 
 def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
     is_requested = entries.order is not None and not entries.is_destroying
-    why = 'the mdserver.conf of its host decided' if is_requested else 'its request is gone'
+    why = 'the mdserver.conf of its host gives the defaults' if is_requested else 'its request is gone'
     ssh_keys, user_data = ''.join(f'{key}\n' for key in order.ssh_keys or ()).encode(), order.user_data
     unknown = [] if ssh_keys else [f'its ssh keys are unknown: {why}']
     if user_data is None and order.user_data_sha256 is not None:

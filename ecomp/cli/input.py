@@ -31,7 +31,7 @@ def resolve_image(config: ScheduleConfig, image: str) -> str:
         ValueError: it is neither a URL nor such a name, or no image may come from the URL.
     """
     if '/' not in image and image not in config.images and image != config.image:
-        known = f': it has {", ".join(config.images)}' if config.images else ''
+        known = f', which has {", ".join(config.images)}' if config.images else ''
         problem = f'the image {image!r:.80} is neither a URL nor a name in `images:` of schedule.yaml'
         raise ValueError(problem + (format_suggestion(image, config.images) or known))
     return check_image(config.images.get(image, image))

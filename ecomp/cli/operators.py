@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ecomp.scheduler.placing.create import RankedCompute
     from ecomp.scheduler.placing.evacuate import Evacuated, Move
 
-GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
+GREEDY_NOTE = 'They were placed one after the other, as `evacuate` does: in another order more may fit'
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 

@@ -243,7 +243,7 @@ class _Plan:
         if placed_count:
             return describe_room(placed_count, count, group)
         if any(self.dead.isdisjoint(each.allocations) for each in self.planner.list_candidates(lot, group)):
-            return 'other guests took every candidate first'
+            return 'other guests took all the room first'
         living = set(self.planner.alive) - self.dead
         offer = self.planner.offers[lot.query]
         offer = offer._replace(candidates=[each for each in offer.candidates if self.dead.isdisjoint(each)])

@@ -217,7 +217,7 @@ def explain_no_candidate(offer: Offer, skipped: Collection[str], alive: Collecti
         cure = f'remove the trait {SHARING_TRAIT} from the compute that shares'
         return f'{problem}, but a guest runs on one compute. Fix: {cure}'
     if offer.candidates:  # of another cloud, or computes that etcd does not know
-        return 'placement offers providers, but none of them is a living compute'
+        return 'placement offers only resource providers that etcd does not know as computes'
     return 'no compute satisfies the whole query'
 
 

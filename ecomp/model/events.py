@@ -280,7 +280,7 @@ def _describe_compute(change: Change, name_compute: NameCompute, _deliveries: De
     hostname, version, since = (str(field) if is_utf8_text(field) else '' for field in fields)
     label = hostname or name_compute(compute)
     if change.after is None:
-        yield Event(change.revision, 'compute', f'compute {label} went away', compute=compute), ()
+        yield Event(change.revision, 'compute', f'compute {label} stopped, or lost its lease', compute=compute), ()
     elif change.before is None or before.get('since') != since:
         # Not the time of this event: the process may have begun long ago, and lost its lease in the meantime.
         suffix = (f', ecomp {version}' if version else '') + (f', running since {since}' if since else '')
@@ -358,7 +358,7 @@ def _describe_stack(change: Change, _name_compute: NameCompute, _deliveries: Del
 
 def _describe_cluster(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     since = load_object_or_empty(change.after or b'').get('since')
-    yield Event(change.revision, 'cluster', 'this etcd got its identity'), (str(since),) if change.is_known else ()
+    yield Event(change.revision, 'cluster', 'identity of this etcd written'), (str(since),) if change.is_known else ()
 
 
 # What commands of users write, and stamp.

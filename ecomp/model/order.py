@@ -283,7 +283,7 @@ class Request(Order):
     def plan_size(self, amounts: Resources) -> Resources:
         """Return the guest's size with these amounts, or raise an error if it cannot have it."""
         if self.is_adopted:
-            raise Conflict(f'{self.instance}: is adopted: its definition is not ours to change. Try: virsh edit')
+            raise Conflict(f'{self.instance}: is adopted, so ecomp does not change it. Try: virsh edit')
         classes = [name for held in self.allocations.values() for name in held]
         if unknown := [name for name in amounts if classes.count(name) != 1]:
             cure = f'give amounts of {", ".join(sorted(classes))}'

@@ -290,15 +290,15 @@ def parse_or_none(value: bytes | None, instance: str | None = None, compute: str
 
 # What an instance waits for before each stage, in the user's words.
 WAIT_REASONS = {
-    'requested': 'its compute to accept it',
-    'scheduled': 'its compute to accept it',
+    'requested': 'its compute to accept the request',
+    'scheduled': 'its compute to accept the request',
     'image': 'its image',
     'disk': 'its disk',
     'started': 'its domain to start',
     'addressed': 'its DHCP lease',
     'ready': 'cloud-init to finish',
 }
-QUEUE_WAIT_REASON = 'a compute to take it'
+QUEUE_WAIT_REASON = 'a compute to take the request'
 
 
 def describe_wait(record: Record | None) -> str:

@@ -580,7 +580,7 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
     assert refused.code == 5, refused
     assert refused.stderr.splitlines() == [
         'eschedule: stack shop: would have 2 destroyed, 1 with the name of another instance',
-        'eschedule: stack shop: 1 of its instances conflict; nothing was changed. '
+        'eschedule: stack shop: names taken by other instances: 1; nothing was changed. '
         'Fix: give other names in the file, or first destroy the instances that have these',
     ]
     differs = cluster.eschedule('apply', write_stack(cluster.directory, web=change_memory(65), db={}))
@@ -601,7 +601,7 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
         eschedule.resume()
         overtaken = eschedule.wait()
     assert overtaken.code == 5, overtaken
-    assert '1 of its instances conflict; the replaced instances were destroyed. Fix: ' in overtaken.stderr
+    assert 'names taken by other instances: 1; the replaced instances were destroyed. Fix: ' in overtaken.stderr
 
 
 def test_difference_stops_nothing_else(cluster: Control) -> None:

@@ -97,7 +97,7 @@ def test_constantly_changed_consumer_is_not_reported_as_no_capacity(
         intercepted_placement.intercept('PUT', f'/allocations/{instance}', meddle)
 
     meddle()
-    with pytest.raises(Exception, match='other processes keep changing its allocation') as caught:
+    with pytest.raises(Exception, match='other processes keep changing its claim in placement') as caught:
         cloud.make_claimer(intercepted_placement).claim_what_fits({instance: cloud.make_candidate(compute)})
     assert not isinstance(caught.value, NoCapacity)
     assert getattr(caught.value, 'exit_code', None) == 5

@@ -44,7 +44,7 @@ def check_names(cloud: Cloud, **owners: str) -> None:
 
 def test_rename_moves_the_name_at_once(toy_compute: ToyCompute, cloud: Cloud) -> None:
     instance, other = build(toy_compute, 'web'), build(toy_compute, 'other')
-    with pytest.raises(Conflict, match=f'other: name taken by instance {other}. Fix: choose another name'):
+    with pytest.raises(Conflict, match=f'other: this name belongs to instance {other}. Fix: choose another name'):
         rename(cloud.store, instance, 'other')
     cloud.store.commit([], [Put(keys.name('db'), encode(NameOwner(make_uuid())), cloud.store.grant(60))])
     # A failed instance has the name on its lease.

@@ -80,7 +80,7 @@ def test_resize_takes_effect_when_the_guest_starts(
     toy_compute.settle()
     require_sizes(toy_compute, sized, 2, 2)
     assert cloud.read_request(toy_compute.compute, sized).query.startswith('resources=VCPU:2,MEMORY_MB:64,DISK_GB:1&')
-    assert change_size(toy_compute, sized, VCPU=2) == f'{sized}: has this size'
+    assert change_size(toy_compute, sized, VCPU=2) == f'{sized}: already has this size'
     for vcpus in (3, 2):  # back, before it has started
         change_size(toy_compute, sized, VCPU=vcpus)
         toy_compute.settle()
@@ -93,7 +93,7 @@ REFUSALS = {
     'has no VGPU to change. Fix: give amounts of DISK_GB, MEMORY_MB, VCPU': {'VGPU': 1},
     'its disk of 1 GiB cannot shrink': {'DISK_GB': 0},
     'VCPU: expected a whole number from 1': {'VCPU': 0},
-    'is adopted: its definition is not ours to change': {'VCPU': 2},
+    'is adopted, so ecomp does not change it': {'VCPU': 2},
 }
 
 

@@ -74,7 +74,7 @@ def test_foreign_providers_are_not_named_as_dead(cloud: Cloud, caplog: pytest.Lo
     """Check the nodes of another cloud in the same placement, which were never alive here."""
     cloud.make_compute()
     order = cloud.make_order_on(cloud.make_compute(alive=False))
-    with pytest.raises(NoCapacity, match='none of them is a living compute'):
+    with pytest.raises(NoCapacity, match='etcd does not know as computes'):
         cloud.create(order)
     assert caplog.records == []
 
@@ -132,7 +132,7 @@ def test_long_attempt_refreshes_its_lease_and_failed_one_cleans_up(cloud: Cloud)
         cloud.create(cloud.make_order_on(free), store=store)
         assert store.refreshed == []
         order = cloud.make_order_on(full)
-        with pytest.raises(NoCapacity, match='other attempts took every candidate first'):
+        with pytest.raises(NoCapacity, match='other requests took all the room first'):
             cloud.create(order, store=store, candidates=[{full: SMALL}])
         cloud.assert_not_placed(order)
         assert set(store.refreshed) == {store.granted[-1]}
@@ -421,7 +421,7 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     assert cluster.create(large=None) == alive
     messages = [record.message for record in caplog.records if 'not alive' in record.message]
     assert len(messages) == MAX_LOGGED_COMPUTES + 1
-    assert messages[-1] == '3 more not alive: skipped'
+    assert messages[-1] == '3 more computes are not alive: skipped'
     # Three calls more than with live computes only: the computes, and two pages of host names.
     assert cluster.store.request_count == 12
 

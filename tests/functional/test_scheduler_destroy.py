@@ -358,7 +358,7 @@ def test_wait_reports_the_steps_of_a_reboot(cloud: Cloud) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), messages.append), accepted)
-        wait_until(lambda: is_waiting_for('its compute to accept it'), 10, 'nobody is at it')
+        wait_until(lambda: is_waiting_for('its compute to accept the request'), 10, 'nobody is at it')
         write_record(cloud, compute, instance, ACTIVE, reboot.format_phase(SHUTDOWN_REQUESTED))
         wait_until(lambda: is_waiting_for('the guest to shut down'), 10, 'it is asked')
         write_record(cloud, compute, instance, STOPPED, reboot.format_phase(SHUT_OFF))
@@ -375,7 +375,7 @@ def test_wait_for_a_failed_power_action_ends(cloud: Cloud) -> None:
     def wait(seconds: float = 20) -> Record:
         return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
 
-    with pytest.raises(StillGoing, match=r'\(the operation continues\), still waiting for its compute to accept it$'):
+    with pytest.raises(StillGoing, match=r'continues\), still waiting for its compute to accept the request$'):
         wait(0.1)
     write_record(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
     with pytest.raises(EcompError, match='it could not be started: no room') as caught:

@@ -101,7 +101,7 @@ def test_every_failing_constraint_of_every_compute_is_listed(world: ExplainedClu
         f'hv1: VCPU short by 1 (free 0 of 4); MEMORY_MB short by 941 (free 800 of 7800); lacks {AVX2}',
         f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
         'hv3: DISK_GB short by 1 (free 0 of 25)',
-        'the closest host is hv3',
+        'the host that lacks least is hv3',
         f'Try: request MEMORY_MB:512, remove required={AVX2}, which fits on hv2',
     ]
 
@@ -110,7 +110,7 @@ def test_explanation_without_a_fitting_change(world: ExplainedCluster) -> None:
     world.make_compute('hv1', MEMORY_MB=0)
     assert world.explain(GUEST_QUERY) == [
         'hv1: MEMORY_MB short by 256 (free 0 of 0)',
-        'the closest host is hv1',
+        'the host that lacks least is hv1',
         'no change of the query fits any host',
     ]
 
@@ -131,7 +131,7 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
         'hv2: is closed: all its VCPU is reserved',
         f'{nameless}: lacks {SHARING_TRAIT}',
         'hv8: is not alive',
-        f'the closest host is {nameless}',
+        f'the host that lacks least is {nameless}',
         f'Try: remove required={SHARING_TRAIT}, which fits on {nameless}',
     ]
 
@@ -154,7 +154,7 @@ def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedClu
     aggregate = str(uuid.uuid4())
     assert world.explain(f'{GUEST_QUERY}&member_of={aggregate}&required=!CUSTOM_NOBODY_KNOWS') == [
         f'hv1: is not in aggregate {aggregate}',
-        'the closest host is hv1',
+        'the host that lacks least is hv1',
     ]
 
 
@@ -168,7 +168,7 @@ def test_granular_queries_and_shared_classes_are_not_explained(world: ExplainedC
     assert world.explain(f'{GUEST_QUERY},VGPU:1') == [
         'hv1: has no VGPU',
         'hv2: not explained: another provider of its aggregates may share VGPU with it',
-        'the closest host is hv1',
+        'the host that lacks least is hv1',
         'Try: remove VGPU, which fits on hv1',
     ]
 
@@ -185,8 +185,8 @@ def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch
     assert world.explain(query) == [
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not the provider {dead}, which in_tree= names',
         f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not the provider {dead}, which in_tree= names',
-        '4 more not shown: none of them is closer',
-        'the closest host is hv5',
+        '4 more computes are not shown: none of them lacks less',
+        'the host that lacks least is hv5',
         f'Try: request MEMORY_MB:228, remove in_tree={dead}, which fits on hv5',
     ]
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 7)
@@ -239,7 +239,7 @@ def test_refusal_costs_one_question_however_many_computes_there_are(world: Expla
     for index in range(number):
         world.make_compute(f'hv{index:02}', VCPU=2)
     lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))
-    assert lines[-2:] == ['the closest host is hv00', 'Try: request VCPU:2, which fits on hv00']
+    assert lines[-2:] == ['the host that lacks least is hv00', 'Try: request VCPU:2, which fits on hv00']
     assert [line for line in lines if 'VCPU short' in line] == [
         f'hv{index:02}: VCPU short by 1 (free 2 of 2)' for index in range(min(number, 10))
     ]

@@ -72,12 +72,12 @@ def test_delivery_reserves_the_name(cloud: Cloud, name: str) -> None:
 def test_name_in_use_is_refused_before_the_claim(cloud: Cloud, name: str) -> None:
     first, second = make_named_order(cloud, name), make_named_order(cloud, name)
     cloud.create(first)
-    with pytest.raises(Conflict, match=f'{name}: name taken by instance {first.instance}. Fix: choose another'):
+    with pytest.raises(Conflict, match=f'{name}: this name belongs to instance {first.instance}. Fix: choose another'):
         cloud.create(second)
     cloud.assert_not_placed(second)
     for state in (ACTIVE, DESTROYING):
         write_record(cloud, first, state)
-        with pytest.raises(Conflict, match='name taken by instance'):
+        with pytest.raises(Conflict, match='this name belongs to instance'):
             cloud.create(second)
     destroy(cloud.store, first.instance)
     with pytest.raises(Conflict, match='which is being destroyed. Fix: wait until it is gone'):
@@ -112,7 +112,7 @@ def test_lost_delivery_keeps_name_and_claim_consistent(
         assert cloud.create(order, store=shaky_store) == DeliveryOutcome(compute)
         cloud.assert_placed(compute, order)
     else:
-        with pytest.raises(Conflict, match='not delivered: .*; nothing was placed, and the claim is released'):
+        with pytest.raises(Conflict, match='not delivered: .*; nothing was placed, and the claim in placement is rel'):
             cloud.create(order, store=shaky_store)
         cloud.assert_not_placed(order, compute)
     assert etcd_proxy.has_lost

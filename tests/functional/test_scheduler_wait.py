@@ -121,7 +121,7 @@ def test_wait_ends_on_failure_on_destroy_and_at_the_deadline(cloud: Cloud, messa
     began = time.monotonic()
     with pytest.raises(
         StillGoing,
-        match=r'timed out after 0\.3 s \(the operation continues\), still waiting for its compute to accept it',
+        match=r'timed out after 0\.3 s \(the operation continues\), still waiting for its compute to accept',
     ):
         wait_for_stage(Wait(config, slow, Deadline(0.3), messages.append), 'started')
     assert time.monotonic() - began < SLOWDOWN_FACTOR * 5

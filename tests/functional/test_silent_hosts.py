@@ -268,7 +268,7 @@ def test_wait_ends_for_an_instance_on_a_silent_host(hosts: Hosts, monkeypatch: p
     hosts.add(hosts.silent, 'a', addresses=(), stages=dict.fromkeys(STAGES[:-2], 't'))
     hosts.add(hosts.silent, 'b', '')
     reached = hosts.add(hosts.silent, 'c')
-    for name, event in (('a', 'its DHCP lease'), ('b', 'its compute to accept it')):
+    for name, event in (('a', 'its DHCP lease'), ('b', 'its compute to accept the request')):
         waited = hosts.run('wait', f'{name}-{hosts.project}', '--timeout', '60')
         back = '(the operation continues once the host is back)'
         sentence = f'its host hv-silent is silent {back}, still waiting for {event}. Try: eschedule hosts'

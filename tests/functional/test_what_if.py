@@ -126,7 +126,7 @@ def test_a_line_for_each_host_and_exit_3_if_one_cannot_be_absorbed(
     rows = {row['host']: row for row in json.loads(full.stdout)}
     counts = {name: (row['guests'], row['fit']) for name, row in rows.items()}
     assert counts == {'hv1': (2, 0), 'hv2': (3, 1), 'hv3': (3, 2)}
-    assert rows['hv2']['reason'] == 'hv2-1: other guests took every candidate first (1 more)'
+    assert rows['hv2']['reason'] == 'hv2-1: other guests took all the room first (1 more)'
     assert rows['hv1']['reason'] == 'hv1-1: no compute satisfies the whole query (1 more)'
     assert rows['hv3']['reason'] == 'more: its query allows only hv3 (in_tree=, or --on)'
     assert [row['unknown'] for row in rows.values()] == [0, 0, 0]

@@ -27,13 +27,13 @@ from tests.model.truth import find_false_sentences
 
 pytestmark = pytest.mark.fast
 
-UNDONE = 'nothing was placed, and the claim is released'
+UNDONE = 'nothing was placed, and the claim in placement is released'
 EVACUATED = 'instances were evacuated before'
 LIES = {
     'a create whose instance is not there': ('create', V, {V: DeliveryOutcome(A)}),
     'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered: too slow; {UNDONE}')),
     'nothing was changed, while it is there': ('create', U, Unreachable('etcd gives no answer; nothing was changed')),
-    'no capacity, with a claim left': ('create', W, NoCapacity('other attempts took every candidate first')),
+    'no capacity, with a claim left': ('create', W, NoCapacity('other requests took all the room first')),
     'exists, while nothing is there': ('create', V, Conflict(f'{V}: exists, but was requested with the name web')),
     'queued, while it is nowhere': ('queue', V, True),
     'not queued, while it is there': ('queue', U, Conflict(f'{U}: not queued: another process changed its flavor')),
@@ -50,7 +50,7 @@ LIES = {
     'applied, and it is not there': ('apply', V, {V: DeliveryOutcome(A)}),
     'not applied, while it is there': ('apply', U, Conflict(f'stack s: another eschedule changed it; {UNDONE}')),
     'apply changed nothing, with a claim left': ('apply', W,
-        Conflict('stack s: another apply is in flight, process 1 on h; nothing was changed')),
+        Conflict('stack s: another apply is running, as process 1 on h; nothing was changed')),
     'two evacuated, while one is there': ('evacuate', U, Unreachable(f'etcd gives no answer; 2 {EVACUATED}')),
     'evacuated nothing, while it is there': ('evacuate', U, Unreachable(f'etcd gives no answer; {UNDONE}')),
     'evacuated nothing, with a claim left': ('evacuate', W, Unreachable(f'etcd gives no answer; {UNDONE}')),
@@ -59,7 +59,7 @@ LIES = {
 }  # fmt: skip
 TRUTHS = {
     'a create': ('create', U, {U: DeliveryOutcome(A)}),
-    'no capacity': ('create', V, NoCapacity('other attempts took every candidate first')),
+    'no capacity': ('create', V, NoCapacity('other requests took all the room first')),
     'destroy not accepted': ('destroy', U, Unreachable(f'the destroy of {U} is not accepted')),
     'no such instance': ('destroy', V, NotFound(f'{V}: no such instance')),
     'not forgotten': ('forget', A, Conflict(f'compute {A} is not forgotten: it is alive')),

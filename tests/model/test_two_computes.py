@@ -104,7 +104,7 @@ def test_attempt_without_a_lease_does_not_block_a_create(cloud: Cloud) -> None:
     set_order = SetOrder(U, query=QUERY, image=IMAGE, user_id='u', project_id='p', stages={'requested': NOW})
     assert cloud.create(set_order, True)
     cloud.store.commit([], [Put(keys.attempt(S), dump({'version': 1, 'instances': [V]}), cloud.store.grant(60))])
-    with pytest.raises(Conflict, match='Fix: repeat the command when the older attempt has finished'):
+    with pytest.raises(Conflict, match='Fix: repeat the command when the older request has been placed or refused'):
         cloud.create(replace(set_order, instance=V), True)
 
 

@@ -327,7 +327,7 @@ PLACE = PLACEMENT_COMMANDS
 CHANGES = (*POWER, *CHANGE, *RESIZE, *REBUILD)
 ANY = (*PLACEMENT_COMMANDS, *DESTROY, *CHANGES, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 LEASE_LOST = 'requested lease not found: the lease expired .*, and nothing was written'
-UNDONE = '(nothing was changed|nothing was placed, and the claim is released)$'
+UNDONE = '(nothing was changed|nothing was placed, and the claim in placement is released)$'
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
@@ -339,7 +339,7 @@ ROWS = [
     Row(EVACUATE, Unreachable, '(its claim stays|the computes release its claim)', has_evacuated_nothing),
     # It failed before its attempt began, or after the attempt had ended.
     Row(EVACUATE, Unreachable, '', promises_nothing),
-    Row(EVACUATE, Conflict, 'another evacuation is in flight, .*; nothing was changed', has_evacuated_nothing),
+    Row(EVACUATE, Conflict, 'another evacuation is running, .*; nothing was changed', has_evacuated_nothing),
     Row(EVACUATE, Conflict, 'its ecompute is alive, and its guests may run', was_alive),
     Row(EVACUATE, NotFound, 'No resource provider', is_unregistered),
     # "nothing was written" is said of one write, which may have come after others.
@@ -354,7 +354,7 @@ ROWS = [
     Row(APPLY, Conflict, 'is older than its instance', has_left_nothing),
     Row(APPLY, Conflict, 'another eschedule changed it; nothing was (changed|placed, and the claim)', has_left_nothing),
     Row(APPLY, Conflict, 'another eschedule changed it; .*(its claim stays|release its claim)', promises_nothing),
-    Row(APPLY, Conflict, '(another apply is in flight, .*|instances conflict); nothing was changed', has_left_nothing),
+    Row(APPLY, Conflict, '(apply is running, .*|other instances: [0-9]+); nothing was changed', has_left_nothing),
     Row(APPLY, Conflict, 'which etcd does not know: .*; nothing was changed', has_left_nothing),
     Row(APPLY, Conflict, '^stack .*: [0-9]+ on a silent host, unchanged$', has_left_nothing),
     Row(APPLY, Conflict, '^stack .*: [0-9]+ different\n', has_left_nothing),
@@ -363,14 +363,14 @@ ROWS = [
     Row(APPLY, StillGoing, 'still being destroyed; nothing was changed', has_left_nothing),
     Row(APPLY, StillGoing, r'timed out after .* \(the operation continues\)', has_left_nothing),
     Row(APPLY, StillGoing, '^interrupted: the change of stack .* may be carried out', promises_nothing),
-    Row(PLACE, Conflict, 'not delivered: .*; nothing was placed, and the claim is released$', has_left_nothing),
+    Row(PLACE, Conflict, 'not delivered: .*; nothing was placed, and the claim .* is released$', has_left_nothing),
     Row(PLACE, Conflict, 'not delivered: .*(its claim stays|the computes release its claim)', is_not_placed),
     Row(PLACE, Conflict, 'took over this uuid', has_left_nothing),
     Row(PLACE, Conflict, ': exists, (but was requested|and waits in a queue)', is_existing),
     Row(PLACE, Conflict, 'never used twice', is_existing),
     Row(PLACE, Conflict, 'is in error. Fix: destroy the instance', is_existing),
-    Row(PLACE, Conflict, 'is in flight. Fix: repeat the command when the older attempt has finished', has_left_nothing),
-    Row(PLACE, Conflict, 'name taken by instance', has_left_nothing),
+    Row(PLACE, Conflict, 'is still being placed. Fix: repeat the command when the older request', has_left_nothing),
+    Row(PLACE, Conflict, 'this name belongs to instance', has_left_nothing),
     Row(PLACE, Conflict, 'which cannot change while the group has members', has_left_nothing),
     Row(PLACE, Conflict, 'other (processes keep changing|eschedules keep taking over)', has_left_nothing),
     Row(PLACE, Conflict, '(is the uuid of|members, and the limit is [0-9]+)', has_left_nothing),
@@ -430,7 +430,7 @@ ROWS = [
     Row(CLEAR, Unreachable, '', promises_nothing),
     # eschedule check --fix, one line for each repair
     Row(FIX, str, ': (released on|is already released)', is_released),
-    Row(FIX, str, ' findings?; the audit is repeated in ', promises_nothing),
+    Row(FIX, str, ' findings?; the check is repeated in ', promises_nothing),
     Row(FIX, str, '(not repaired|it is unknown whether (the repair was made|it was repaired))', promises_nothing),
     Row(FIX, str, ' is deleted$', is_deleted),
     Row(FIX, str, ': claimed again on ', is_claimed_again),

@@ -57,7 +57,7 @@ def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
     assert cluster.eschedule('quota', 'set', 'shop', 'instances=2').code == 0
     assert list_fits(cluster, compute.uuid) == {'Odd_Name': True, 'bank': True, 'huge': False, 'passing': True}
     said = adopt(cluster, compute, 'bank', 'Odd_Name', '--project', 'shop')
-    assert 'Odd_Name: is not a valid name of an instance, so it gets none' in said
+    assert 'Odd_Name: this is not a valid name of an instance, so the instance gets no name' in said
     assert f'bank: adopted with uuid {database["instance"]} and name bank' in said
     record = wait_state(cluster, database['instance'], 'active')
     assert (record['adopted'], record['resources'], record['image']) == (True, database['size'], None)
@@ -108,7 +108,7 @@ def test_guest_that_another_host_placement_or_ecomp_knows_is_not_adopted(cluster
     put_claim(cluster, claimed['instance'], second.uuid)
     for compute, name in ((first, 'twin'), (second, 'twin'), (first, 'claimed')):
         refuse(cluster, 5, 'Fix: give the domain a new uuid, here or there', 'adopt', compute.uuid, name)
-    refuse(cluster, 4, 'has no such guest', 'adopt', first.uuid, 'undefined')
+    refuse(cluster, 4, 'has no guest of this name or uuid', 'adopt', first.uuid, 'undefined')
     assert list_marked(first) == list_marked(second) == set()
     cluster.placement.call('DELETE', f'/allocations/{claimed["instance"]}')
 
@@ -143,15 +143,15 @@ def test_uuid_that_is_queued_released_or_made_by_ecomp_is_not_adopted(cluster: C
     query = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
     assert cluster.eschedule('flavor', 'set', 'small', query).code == 0
     assert cluster.eschedule('--queue', '--flavor', 'small', '--uuid', queued['instance']).code == 0
-    refuse(cluster, 5, 'is or was an instance that ecomp made', 'adopt', compute.uuid, 'queued')
+    refuse(cluster, 5, 'was used by ecomp before', 'adopt', compute.uuid, 'queued')
     assert cluster.eschedule(query, '--uuid', made['instance'], '--name', 'taken').code == 0
-    refuse(cluster, 5, 'is an instance that ecomp makes', 'adopt', compute.uuid, 'made')
+    refuse(cluster, 5, 'is used by ecomp', 'adopt', compute.uuid, 'made')
     adopt(cluster, compute, 'released')
     wait_state(cluster, released['instance'], 'active')
     assert cluster.eschedule('release', 'released').code == 0
     wait_state(cluster, released['instance'], 'gone')
     # A failed adoption leaves the record: the uuid is used for nothing else.
-    refuse(cluster, 5, 'name taken', 'adopt', compute.uuid, 'released', '--name', 'taken')
+    refuse(cluster, 5, 'this name belongs to', 'adopt', compute.uuid, 'released', '--name', 'taken')
     refuse(cluster, 5, 'has been gone since', query, '--uuid', released['instance'])
     assert read_state(cluster) == 'up'
     assert cluster.eschedule('destroy', queued['instance'], made['instance'], '--yes').code == 0

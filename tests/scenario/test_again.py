@@ -177,6 +177,6 @@ def test_recorded_query_is_printed_whole_and_never_becomes_an_option(cluster: Co
     assert query in shlex.split(print_again(cluster, gone).stdout)
     for written in ({'query': '--config=/tmp/theirs.yaml'}, {'query': 'destroy', 'image': 'web1'}):
         cluster.etcd.put_record(json.dumps({**record, **written}))
-        assert_one_line(cluster.eschedule('show', '--command', gone), 5, 'its query or its image is in neither')
+        assert_one_line(cluster.eschedule('show', '--command', gone), 5, 'etcd has no valid query and image')
     cluster.etcd.delete(cluster.etcd.find_record_key(gone))  # it is on no lease any more
     check_invariants(cluster, compute)

@@ -361,7 +361,7 @@ def test_messages_of_a_wait_that_ends_early_are_whole(cluster: Control, compute:
     late = Screen(cluster, 'apply', shop, '--wait', '--timeout', '1', columns=columns, with_stderr=True)
     assert end_apply(late) == 6, late.output
     before, table, after = split_at_table(late)
-    doing = 'timed out after 1 s (the operation continues), still waiting for its compute to accept it'
+    doing = 'timed out after 1 s (the operation continues), still waiting for its compute to accept the request'
     names = ('one', 'shop-web-1', 'shop-web-2', 'shop-web-3')
     assert before == remove_blanks(''.join([*(f'eschedule: {name}: {doing}' for name in names), unfinished]))
     assert (len(table), after) == (5, remove_blanks('eschedule: stack shop: 4 as the file asks'))

@@ -223,7 +223,7 @@ def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
     assert (unconfirmed.code, unconfirmed.stdout) == (2, ''), unconfirmed
     assert '1 disk on' in unconfirmed.stderr
     assert (busy.code, busy.stdout) == (5, ''), busy
-    assert 'another evacuation is in flight, process 1 on other' in busy.stderr
+    assert 'another evacuation is running, as process 1 on other' in busy.stderr
     assert read_allocations(cluster) == before
     assert read_value(cluster, key)['instance'] == instance
     cluster.etcd.delete(attempt)

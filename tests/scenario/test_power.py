@@ -61,7 +61,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     assert cluster.eschedule('reboot', instance).code == 0
     # The first boot got its address long ago; the boot of the reboot has none yet.
     assert_one_line(
-        cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'still waiting for its compute to accept it'
+        cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'still waiting for its compute to accept the request'
     )
     assert cluster.eschedule('wait', instance, '--for', 'disk') == (0, '', '')
     compute.resume()

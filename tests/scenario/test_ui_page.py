@@ -246,7 +246,7 @@ def test_states_are_in_words_and_in_accessible_names(scene_page: Browser) -> Non
     assert 'eschedule evacuate hv4 --dry-run' in wrong
     assert 'HTTP status 404' in wrong
     assert 'report since ' in scene_page.run('return byId("queue").innerText')
-    assert 'compute hv4 went away' in scene_page.run('return byId("events").innerText')
+    assert 'compute hv4 stopped, or lost its lease' in scene_page.run('return byId("events").innerText')
 
 
 def test_arrow_keys_move_among_cells_and_enter_opens_the_panel(scene_page: Browser) -> None:

@@ -290,7 +290,7 @@ def test_guests_without_room_have_the_words_of_a_refusal() -> None:
     none = plan_moves(planner, [make_guest('large', 'a', '2')], {'a', 'b'})
     assert read_reasons(none) == {'large': 'no compute satisfies the whole query'}
     taken = plan_moves(planner, [make_guest('large', 'a', '2'), make_guest('s', 'a')], {'a', 'c'})
-    assert read_reasons(taken) == {'s': 'other guests took every candidate first'}
+    assert read_reasons(taken) == {'s': 'other guests took all the room first'}
     last = plan_moves(make_planner({'a': 5}), [make_guest('s', 'a')], {'a'})
     assert read_reasons(last) == {'s': 'no compute is alive. Fix: start ecompute on a host'}
 

@@ -172,7 +172,7 @@ def test_presence_yields_events_of_a_compute() -> None:
     assert describe(Change(key, make_presence(), make_presence(since=time_at(2)), 7)) == [
         f'compute hv9 is up, ecomp 1.1.0, running since {time_at(2)}'
     ]
-    assert describe(Change(key, make_presence(), None, 7)) == ['compute hv9 went away']
+    assert describe(Change(key, make_presence(), None, 7)) == ['compute hv9 stopped, or lost its lease']
     assert describe(Change(key, None, b'[]', 7)) == ['compute hv1 came up']
 
 

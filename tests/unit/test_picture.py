@@ -69,7 +69,7 @@ def test_silent_host_keeps_its_capacity_and_its_instances_are_unknown(scene: Sce
     assert tables['hosts'][COMPUTE][1:3] == ('silent', 'silent')
     assert tables['hosts'][COMPUTE][3]['VCPU'] == (2, 32)
     assert tables['instances'][INSTANCE][2:8:5] == ('unknown', 'hv1 silent, was active')
-    assert scene.list_events() == [': compute hv1 went away']
+    assert scene.list_events() == [': compute hv1 stopped, or lost its lease']
     scene.put(make_host(COMPUTE, 'hv1'))
     assert scene.picture.tables['instances'][INSTANCE][2:8:5] == ('active', '')
 
@@ -121,7 +121,7 @@ def test_queued_request_waits_and_is_taken(scene: Scene) -> None:
     scene.put({entry.key: encode(entry)})
     row = scene.picture.tables['instances'][OTHER]
     assert row[:3] == ('', 'web-1', 'queued')
-    assert row[7] == f'since {NOW}: waits for a compute to take it'
+    assert row[7] == f'since {NOW}: waits for a compute to take the request'
     scene.put({entry.key: None, **make_instance(1, COMPUTE, BUILDING)})
     assert scene.picture.tables['instances'][OTHER][:3] == (COMPUTE, 'web-1', 'building')
     assert scene.list_events()[0] == 'web-1: queue small: waits'

@@ -275,7 +275,7 @@ def test_address_is_expected_until_the_guest_has_it() -> None:
     assert 'console      hv1:/c/i.log' in shown
     expecting = replace(RECORD, addresses=(rows[f'10.0.0.1 expected ({mac} on default)'],))
     assert render(make_record_listing([expecting])).splitlines()[1].split()[3] == '-'
-    assert explain_no_address(expecting).endswith('waiting for its compute to accept it (10.0.0.1 is expected)')
+    assert explain_no_address(expecting).endswith('its compute to accept the request (10.0.0.1 is expected)')
 
 
 def test_missing_address_is_explained() -> None:
@@ -302,8 +302,8 @@ def test_cause_of_a_failure_stands_before_the_url(reason: str, described: str) -
 
 
 def test_waits_for_names_the_next_stage() -> None:
-    assert describe_wait(None) == 'its compute to accept it'
-    assert describe_wait(RECORD) == 'its compute to accept it'
+    assert describe_wait(None) == 'its compute to accept the request'
+    assert describe_wait(RECORD) == 'its compute to accept the request'
     everything = dict.fromkeys(STAGES, NOW)
     assert describe_wait(replace(RECORD, stages=everything)) == WAIT_REASONS['ready']
     assert describe_wait(replace(RECORD, state=STOPPED)) == 'a user to start it (it is stopped)'

@@ -122,9 +122,9 @@ def destroy(
 def _require_kind(record: Record, releases: bool) -> None:
     if record.is_adopted and not releases and record.state != ERROR:
         cure = f'eschedule release {record.instance}, then virsh undefine on its host'
-        raise Conflict(f'{record.instance}: is adopted: its domain and its disks are not ours to delete. Fix: {cure}')
+        raise Conflict(f'{record.instance}: is adopted, so ecomp does not delete its domain. Fix: {cure}')
     if releases and not record.is_adopted:
-        cure = f'eschedule destroy {record.instance} deletes it with its disk'
+        cure = f'eschedule destroy {record.instance}, which deletes it with its disk'
         raise Conflict(f'{record.instance}: was not adopted, but created by ecomp. Try: {cure}')
 
 
@@ -286,7 +286,7 @@ def change_power(store: Store, instance: str, power: PowerAction, key_index: Key
         entries = find_living(store, instance, key_index)
         entry, request = parse_changeable_request(entries)
         if entries.record.is_adopted and entries.record.fault == UNDEFINED and power.action != START:
-            cure = 'virsh dumpxml and virsh define make it persistent'
+            cure = 'make it persistent on its host, with virsh dumpxml and virsh define'
             raise Conflict(f'{instance}: its domain is transient: once it is off, it is gone. Fix: {cure}')
         earlier = _match_earlier_change(store, entries, request, power)
         if earlier is not None:

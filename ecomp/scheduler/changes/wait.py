@@ -257,7 +257,7 @@ def wait_for_rebuild(wait: Wait, number: int) -> None:
 
 def _describe_power_wait(record: Record | None) -> str:
     awaited = {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}
-    return awaited.get(parse_phase(record.power if record else None), 'its compute to accept it')
+    return awaited.get(parse_phase(record.power if record else None), 'its compute to accept the request')
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
     changed = providers.change_names(placement, compute, providers.TRAITS, lambda old: status.apply_enable(old, alive))
     failpoint('host-enabled')
     if not changed:
-        return f'{display_name}: is already enabled' + ('' if alive else ', but not alive')
+        return f'{display_name}: is already enabled' + ('' if alive else ', but its ecompute is not alive')
     return f'{display_name}: enabled' + ('' if alive else '; instances are placed there once its ecompute is started')
 
 

@@ -122,8 +122,8 @@ def find_obstacle(world: World, compute: str, display_name: str, fenced: bool) -
         cure = 'destroy all instances there, and repeat the command'
         return f'it still has {_format_instances(there.living, world)}. Fix: {cure}'
     if attempted := consumers & world.attempted:
-        cure = f'repeat the command when the attempt has finished, or {keys.ATTEMPT_SECONDS} s after its eschedule died'
-        return f'an attempt to place {_format_instances(attempted, world)} there is still running. Fix: {cure}'
+        cure = f'repeat the command when that process has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
+        return f'another process is still placing {_format_instances(attempted, world)} there. Fix: {cure}'
     if unreadable := (there.destroyed | consumers) & world.malformed_records.keys():
         have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'
         return f'{_format_instances(unreadable, world)} {have}. Try: eschedule list'
@@ -154,7 +154,7 @@ def find_leftovers(world: World, compute: str) -> list[Finding]:
         compared = keys.request(compute, name), keys.record(compute, name), keys.compute(compute)
         return Finding(code, name, sentence, compute, keys=compared)
 
-    destroyed = 'its accepted destroy is completed: its claim and its keys are removed, and its state is gone'
+    destroyed = 'its accepted destroy is completed: its claim and its keys are removed, and its record has state gone'
     stray = 'removed: no compute carries out this request'
     orphaned = 'its claim is released: no request owns it'
     orphans = set(world.planes.list_consumers(compute)) - there.destroyed

@@ -59,7 +59,7 @@ def read_foreign(
         with ask(store, '', computes=computes) as revisions:
             questions = dict.fromkeys(computes, revisions[''])
             answered = wait_for_answers(store, keys.FINDINGS, questions, ANSWER_TIMEOUT_SECONDS)
-        problems = dict.fromkeys(set(computes) - answered, 'does not answer, so its last list counts')
+        problems = dict.fromkeys(set(computes) - answered, 'does not answer: the last list that it published is used')
     found = dict.fromkeys(computes, HostForeign())
     for key, entry in store.read(sorted(map(keys.foreign, computes))).items():
         try:
@@ -153,7 +153,7 @@ def _find_known(session: Session, compute: str, guests: Mapping[str, Adoptee]) -
             record = store.get(keys.record(compute, instance))
             parsed = parse_or_none(record.value) if record is not None else None
             if record is None or parsed is None or not parsed.is_adopted or parsed.state not in (GONE, ERROR):
-                raise Conflict(f'{each.guest.name}: {instance} is or was an instance that ecomp made. {NEW_UUID}')
+                raise Conflict(f'{each.guest.name}: its uuid {instance} was used by ecomp before. {NEW_UUID}')
             old_records[instance] = record
     return adopted, old_records
 
@@ -171,7 +171,7 @@ def _require_only_here(session: Session, compute: str, guests: Mapping[str, Adop
         known = {*requested, find_compute(claims[instance].allocations), hosts.get(instance, '')} - {'', compute}
         if known:
             host = session.get_display_name(min(known))
-            raise Conflict(f'{each.guest.name}: {instance} is on {host}, too. {NEW_UUID}, here or there')
+            raise Conflict(f'{each.guest.name}: its uuid {instance} is used on {host}, too. {NEW_UUID}, here or there')
 
 
 def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
@@ -179,7 +179,7 @@ def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
     entry = store.get(key)
     request = parse_request(compute, key, entry.value) if entry is not None else None
     if not isinstance(request, Request) or not request.is_adopted:
-        raise Conflict(f'{adoptee.guest.name}: {adoptee.guest.instance} is an instance that ecomp makes. {NEW_UUID}')
+        raise Conflict(f'{adoptee.guest.name}: its uuid {adoptee.guest.instance} is used by ecomp. {NEW_UUID}')
     if request.is_tombstone:
         raise Conflict(f'{adoptee.guest.name}: is being released. Try: the same command once it is gone')
 
@@ -189,7 +189,7 @@ def _require_left_out(store: Store, compute: str, display_name: str, instances: 
     if gone := instances - {each.instance for each in found[compute].guests}:
         raise NotFound(f'{display_name} has no guest {join_some(sorted(gone), 5)} any more')
     if problems or not instances.issubset(found[compute].left_out):
-        why = problems.get(compute, 'still reserves what these guests use')
+        why = problems.get(compute, 'its ecompute still reserves what these guests use')
         raise EcompError(f'{display_name}: {why}. Try: the same command again')
 
 

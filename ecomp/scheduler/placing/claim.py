@@ -132,7 +132,7 @@ class Claimer:
             if len(candidates) == 1:
                 ((instance, candidate),) = candidates.items()
                 if isinstance(error, ConsumerConflict):
-                    why = 'other processes keep changing its allocation. Try: the same command again'
+                    why = 'other processes keep changing its claim in placement. Try: the same command again'
                     raise Conflict(f'{instance}: {why}') from error
                 if isinstance(error, PlacementRefusal) and self._has_providers(candidate):
                     raise
@@ -237,7 +237,7 @@ def announce(
         previous = store.get(key) if resume else None
         if previous is not None:
             require_ended(previous)
-            log.warning('%s: taking over the attempt of another eschedule with this uuid', attempt)
+            log.warning('%s: another eschedule with this uuid has not finished: continuing in its place', attempt)
         condition = Unchanged(key, previous.revision if previous else 0)
         revision = store.commit([condition], [Put(key, text, lease)], Settlement())
         if revision:
@@ -255,8 +255,8 @@ def _require_oldest(store: Store, attempt: str, value: Mapping[str, object], rev
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
         if is_older and ours & parse_attempt_instances(key, entry.value):
-            problem = f'the older attempt {keys.get_last_part(key)} for this instance is in flight'
-            cure = 'repeat the command when the older attempt has finished'
+            problem = f'the older request {keys.get_last_part(key)} for this instance is still being placed'
+            cure = 'repeat the command when the older request has been placed or refused'
             raise Conflict(f'{attempt}: {problem}. Fix: {cure}')
 
 
@@ -283,5 +283,5 @@ def require_free_name(store: Store, name: str, entry: Entry | None, admitted: Co
     if current is not None and current.record.state not in (GONE, ERROR):
         cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
         state = ', which is being destroyed' if current.is_destroying else ''
-        raise Conflict(f'{name}: name taken by instance {owner}{state}. Fix: {cure}')
+        raise Conflict(f'{name}: this name belongs to instance {owner}{state}. Fix: {cure}')
     return Unchanged(entry.key, entry.revision)

@@ -61,7 +61,8 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
     # One uuid cannot be an instance's and a set's.
     other_uuid = order.instance if order.count > 1 else make_member_uuid(order.instance, 1)
     if is_listed(other_uuid) and find(store, other_uuid, key_index) is not None:
-        raise Conflict(f'{order.instance}: is the uuid of {"an instance" if order.count > 1 else "a set"}')
+        owner = 'an instance' if order.count > 1 else 'a set'
+        raise Conflict(f'{order.instance}: is the uuid of {owner}. Fix: use another uuid')
     entries = {instance: find(store, instance, key_index) for instance in order.instances if is_listed(instance)}
     return {uuid: _confirm_delivered(each, order.orders[uuid]) for uuid, each in entries.items() if each is not None}
 
@@ -89,7 +90,7 @@ def require_matching(entries: InstanceEntries, order: Order) -> None:
     existing = entries.order
     mismatch = describe_difference(existing or record, order, is_recorded=existing is None)
     if mismatch is not None:
-        raise Conflict(f'{instance}: exists, but was requested {mismatch}')
+        raise Conflict(f'{instance}: exists, but was requested {mismatch}. Fix: use another uuid')
 
 
 def create(
@@ -212,7 +213,7 @@ class _Creation:
         charge = partial(charge_quota, store, order.project_id, resources)
         if not self.session.deliver(deliveries, charge, user_data=order.shared_user_data):
             why = 'the connection broke, this eschedule was too slow, or another one took over this uuid'
-            raise DeliveryRefused(f'{order.instance}: not delivered: {why}')
+            raise DeliveryRefused(f'{order.instance}: its request was not delivered: {why}')
         failpoint('delivered')
         self.session.finish(placed)
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
@@ -284,7 +285,7 @@ def make_refusal(
     # Another cloud may use this placement.
     ours, group = [each for each in skipped if each in computes.stored_hostnames], terms.group
     if is_raced and (group is None or any(group.explain_exclusion(each.compute) is None for each in candidates)):
-        return NoCapacity('other attempts took every candidate first')
+        return NoCapacity('other requests took all the room first')
     return NoCapacity(explain_no_candidate(offer, ours, computes.living, group))
 
 

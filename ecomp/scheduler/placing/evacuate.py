@@ -275,7 +275,7 @@ class _Evacuation:
             self._read_guests()  # also those that an attempt in flight has delivered since
         self._release_adopted()
         for old, guest in self.guests.items():
-            reason = self.reasons.get(old, 'its place was taken, or it changed, in the meantime. Try: repeat this')
+            reason = self.reasons.get(old, 'its new place was taken, or it was changed. Try: the same command again')
             self.report(Evacuated(old, get_holdings(guest.request).name, reason=reason))
 
     def _release_adopted(self) -> None:
@@ -368,7 +368,7 @@ class _Evacuation:
             if len({chosen[old].compute for old in unit}) > 1:
                 why = 'its group has to stay together, and an earlier attempt has claimed a place elsewhere'
                 for old in unit:
-                    self.reasons[old] = f'{why}. Try: repeat this in two minutes'
+                    self.reasons[old] = f'{why}. Try: the same command in two minutes'
                     del chosen[old]
         return chosen
 

@@ -109,7 +109,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
         texts = {**examination.shorten(), **dead}
         lines = [f'{computes.format_name(compute)}: {text}' for compute, text in texts.items()]
         hidden = len(living) + len(dead) - len(texts)
-        lines += [f'{hidden} more not shown: none of them is closer'] if hidden else []
+        lines += [f'{hidden} more computes are not shown: none of them lacks less'] if hidden else []
     if examination.with_room:
         return lines
     advice = _make_advice(placement, constraints, examination.misses, computes, requested)
@@ -251,7 +251,7 @@ def _make_advice(
     if not misses:
         return []
     sorted_misses = explain.sort_misses(misses)
-    lines = [] if requested else [f'the closest host is {computes.format_name(sorted_misses[0].provider)}']
+    lines = [] if requested else [f'the host that lacks least is {computes.format_name(sorted_misses[0].provider)}']
     best = explain.find_smallest_miss(misses)
     disabled = [each.provider for each in sorted_misses if each.is_disabled]
     enabled = list(map(_format_enable, disabled, map(computes.format_name, disabled)))
@@ -260,7 +260,7 @@ def _make_advice(
     if best is None or not best.cures or any(cure.amount_to_free for cure in best.cures):
         if enabled:
             return [*lines, f'Try: {enabled[0]}']
-        no_change = f'no change of the query alone fits: {done}' if done else 'no change of the query fits any host'
+        no_change = f'no change of the query is enough. Try: {done}' if done else 'no change of the query fits any host'
         return [*lines, no_change]
     fits = enabled[:1] if requested else []
     with suppress(EcompError):

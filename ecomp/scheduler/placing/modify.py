@@ -66,7 +66,7 @@ def resize(
     Until then it claims, and its project is charged, the larger of old and new of each class. The claim grows before
     the request does. After an error it is set to the request again, here or by its compute (rule: orphaned-claim).
     """
-    accepted, compute, lease = (unchanged := change.Acceptance(f'{instance}: has this size')), '', 0
+    accepted, compute, lease = (unchanged := change.Acceptance(f'{instance}: already has this size')), '', 0
     attempt: list[Unchanged] = []  # once it is announced
 
     def make(request: Request, record: Record) -> Rewriting | None:
@@ -120,7 +120,7 @@ def _enlarge(placement: Placement, instance: str, target: Allocations) -> None:
     """Claim the larger amounts, which the request does not have yet."""
     consumer = read_consumer(placement, instance)
     if consumer.allocations.keys() != target.keys():
-        raise Conflict(f'{instance}: its claim is not that of its request. Try: eschedule check')
+        raise Conflict(f'{instance}: its claim in placement differs from its request. Try: eschedule check')
     try:
         replace_allocations(placement, instance, target, consumer.user_id, consumer.project_id, consumer.generation)
     except NoCapacity as error:
@@ -148,7 +148,7 @@ def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
         if request.rebuild == numbers[-1]:
             return None  # committed by an earlier try whose answer was lost
         if request.is_adopted:
-            raise Conflict(f'{instance}: is adopted: its disks are not ours to replace. Try: virsh on its host')
+            raise Conflict(f'{instance}: is adopted, so ecomp does not replace its disks. Try: virsh on its host')
         change.require_unprotected(request)
         if request.user_data_sha256 and store.get(keys.user_data(request.user_data_sha256)) is None:
             raise Conflict(f'{instance}: its user-data is no longer in etcd. Fix: destroy it, and create it again')

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 # The outcome of a failed request, in messages.
 UNCHANGED = 'nothing was changed'
-UNDONE = 'nothing was placed, and the claim is released'
+UNDONE = 'nothing was placed, and the claim in placement is released'
 
 # New queries while no attempt ahead finishes: a killed one stays ahead for a minute.
 MAX_REFRESHES = 8
@@ -381,7 +381,7 @@ class Session:
         try:
             if abandon(self.store, self.placement, instances, self.uuid, self.revision):
                 return UNDONE
-            return f'{self.uuid}: its claim stays: another attempt is in flight, or this eschedule was too slow'
+            return f'{self.uuid}: its claim stays: another eschedule is placing it, or this one was too slow'
         except EcompError as error:
             log.debug('the claim of %s could not be released: %s', self.uuid, error)
             problem = f'{self.uuid} is not placed: the computes release its claim within minutes'
@@ -393,7 +393,7 @@ class Session:
         host = self.get_display_name(compute)
         which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
         if compute in self.read_alive():
-            problem = f'{which} claimed on {host} by another attempt'
+            problem = f'{which} claimed on {host} by another process'
             cure = f'wait two minutes ({host} then has released the claim if no request owns it){self.alternative}'
         else:
             from ecomp.model.host import describe_silent_fix
@@ -453,7 +453,7 @@ class Session:
         for provider in ours[:MAX_LOGGED_COMPUTES]:
             log.warning('compute %s is not alive: skipped', self.get_display_name(provider))
         if len(ours) > MAX_LOGGED_COMPUTES:
-            log.warning('%d more not alive: skipped', len(ours) - MAX_LOGGED_COMPUTES)
+            log.warning('%d more computes are not alive: skipped', len(ours) - MAX_LOGGED_COMPUTES)
 
 
 def read_earlier_claims(
@@ -510,7 +510,7 @@ def require_ended(other: str, owner: Mapping[str, object], entry: Entry, outcome
         except (PermissionError, OverflowError):
             pass
     cure = f'repeat the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
-    raise Conflict(f'{other} is in flight, process {pid!r:.20} on {host}; {outcome}. Fix: {cure}')
+    raise Conflict(f'{other} is running, as process {pid!r:.20} on {host}; {outcome}. Fix: {cure}')
 
 
 def add_state(error: Unreachable, state: str) -> Unreachable:
