@@ -7,7 +7,7 @@
 #   ./quickstart.sh down    remove the lab and the fakes; .venv and the Debian packages stay
 #   ./quickstart.sh --help  print this text
 #
-# For Debian 12 or newer and current Ubuntu, on x86-64. First it prints what this machine has, then each step and its
+# For Debian 12 or 13 on x86-64; Ubuntu is not tested. First it prints what this machine has, then each step and its
 # duration; another run does only what is missing. Debian packages and the lab need root: if you are another user, sudo
 # asks for your password. The environment variable PYTHON selects the python3 (3.11 or newer) that creates .venv. Exit
 # codes: 0 done, 1 failed, 2 usage; if elab or eschedule fails, its exit code (docs/reference/exit-codes.md).
