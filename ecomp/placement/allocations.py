@@ -58,6 +58,9 @@ def read_candidates(placement: Placement, query: str) -> Offer:
     """Return the candidates for a query, which is the text after the `?`.
 
     Disabled providers are left out, unless the query names their trait.
+
+    Raises:
+        PlacementRefusal: the query is invalid, or names a class or trait that placement does not know.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise errors.PlacementRefusal('the query contains a control character')
@@ -112,9 +115,9 @@ def replace_allocations(
 
 
 def correct_claim(placement: Placement, instance: str, read_request: Callable[[], Request | None]) -> bool:
-    """Set a claim to the amounts of its request, and return whether it was changed.
+    """Make an instance's claim equal to its request, and return whether the claim was changed.
 
-    Without a request, or if the claim is at other providers, nothing is changed.
+    A missing claim is made. Without a request, or if the claim is at other providers, nothing is changed.
 
     Raises:
         NoCapacity: there is no room for that.
@@ -133,18 +136,18 @@ def correct_claim(placement: Placement, instance: str, read_request: Callable[[]
 
 
 def replace_set_allocations(
-    placement: Placement, requested: Mapping[str, Allocations], owner: Requester, generations: Mapping[str, int | None]
+    placement: Placement, targets: Mapping[str, Allocations], owner: Requester, generations: Mapping[str, int | None]
 ) -> None:
-    """Replace what several instances hold, in one call, all or nothing."""
+    """Replace what several instances hold with `targets`, in one call, all or nothing."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
-    ordered = sorted(requested.items(), key=lambda each: sorted(each[1]))
+    ordered = sorted(targets.items(), key=lambda each: sorted(each[1]))
     bodies = {name: _make_body(held, *owner, generations.get(name)) for name, held in ordered}
     placement.write('POST', '/allocations', bodies)
 
 
 def release_once(placement: Placement, instance: str, consumer: Consumer) -> bool:
-    """Release what an instance holds, or return False if that has changed since it was read."""
+    """Release what `consumer` holds, if anything, or return False if it has changed since."""
     if not consumer.allocations:
         return True
     try:
@@ -156,7 +159,6 @@ def release_once(placement: Placement, instance: str, consumer: Consumer) -> boo
 
 
 def read_provider_allocations(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
-    """Return what is held of one provider, as {consumer: {class: amount}}."""
     path = f'/resource_providers/{provider}/allocations'
     return placement.get_parsed(path, lambda data: dict(parse_allocations(data['allocations'])))
 
@@ -168,13 +170,13 @@ def _make_body(allocations: Allocations, user_id: str, project_id: str, generati
 
 def claim(
     placement: Placement,
-    requested_allocations: Mapping[str, Allocations],
+    targets: Mapping[str, Allocations],
     requester: Requester,
     check: Callable[[], None],
     read_min_generation: Callable[[], int] = lambda: 0,
     movable_instances: Container[str] = (),
 ) -> None:
-    """Claim until each instance holds what is requested, with a new enough generation.
+    """Claim `targets`, by instance, until each claim has a new enough generation.
 
     An earlier claim on the same compute is replaced. On another compute, only claims of `movable_instances` are
     replaced, which this attempt made (rule: claim-stays).
@@ -191,21 +193,21 @@ def claim(
         ConsumerConflict: the same, or the consumer of one of a set may have been left empty. Alone it can be claimed.
         UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
     """
-    progress = _ClaimProgress(placement, requested_allocations, requester)
+    progress = _ClaimProgress(placement, targets, requester)
     while True:
-        error = progress.write()
+        error = progress.try_write()
         if error is None:
             if progress.lowest_generation > read_min_generation():
                 return
             continue
         if not progress.remaining_tries and isinstance(error, errors.GenerationConflict):
             raise error
-        log.debug('claim for %s: %s', summarize_instances(requested_allocations), error)
+        log.debug('claim for %s: %s', summarize_instances(targets), error)
         consumers = progress.read_consumers(error)
         # Checked after the generation was read: an attempt that takes our place after this check also claims after it,
         # and one of the two claims finds that the generation has changed.
         check()
-        elsewhere = _find_elsewhere(consumers, requested_allocations, movable_instances)
+        elsewhere = _find_elsewhere(consumers, targets, movable_instances)
         if elsewhere:
             raise errors.ClaimedElsewhere(elsewhere)
         if isinstance(error, errors.UnknownOutcome):
@@ -219,23 +221,22 @@ def claim(
 class _ClaimProgress:
     """The state of a claim between its tries."""
 
-    def __init__(self, placement: Placement, requested: Mapping[str, Allocations], requester: Requester) -> None:
-        self._placement, self._requested, self._requester = placement, requested, requester
-        self._generations: dict[str, int | None] = dict.fromkeys(requested)
+    def __init__(self, placement: Placement, targets: Mapping[str, Allocations], requester: Requester) -> None:
+        self._placement, self._targets, self._requester = placement, targets, requester
+        self._generations: dict[str, int | None] = dict.fromkeys(targets)
         self._empty_since = math.inf
         self.remaining_tries = MAX_TRIES
 
     @property
     def lowest_generation(self) -> int:
-        """The lowest generation of the consumers, as far as this claim knows them."""
         return min(generation or 0 for generation in self._generations.values())
 
-    def write(self) -> errors.UnknownOutcome | errors.GenerationConflict | None:
+    def try_write(self) -> errors.UnknownOutcome | errors.GenerationConflict | None:
         try:
-            if len(self._requested) > 1:
-                replace_set_allocations(self._placement, self._requested, self._requester, self._generations)
+            if len(self._targets) > 1:
+                replace_set_allocations(self._placement, self._targets, self._requester, self._generations)
             else:
-                ((instance, allocations),) = self._requested.items()
+                ((instance, allocations),) = self._targets.items()
                 generation = self._generations[instance]
                 replace_allocations(self._placement, instance, allocations, *self._requester, generation)
         except (errors.UnknownOutcome, errors.GenerationConflict) as error:
@@ -245,31 +246,32 @@ class _ClaimProgress:
         return None
 
     def read_consumers(self, error: Exception) -> dict[str, Consumer]:
+        """Read the consumers, or raise UnknownOutcome if that fails and `error` was no conflict."""
         try:
-            return {instance: read_consumer(self._placement, instance) for instance in self._requested}
+            return {instance: read_consumer(self._placement, instance) for instance in self._targets}
         except errors.Unreachable as failure:
             if isinstance(error, errors.GenerationConflict):
                 raise
-            doubt = f'; it is unknown whether {summarize_instances(self._requested)} holds its claim'
+            doubt = f'; it is unknown whether {summarize_instances(self._targets)} holds its claim'
             raise errors.UnknownOutcome(errors.put_before_fix(str(failure), doubt)) from failure
 
     def is_written(self, consumers: Mapping[str, Consumer]) -> bool:
         sent = self._generations
-        return all(_is_own_claim(consumers[name], self._requested[name], sent[name]) for name in sent)
+        return all(_is_own_claim(consumers[name], self._targets[name], sent[name]) for name in sent)
 
     def prepare_next(self, consumers: Mapping[str, Consumer], error: Exception) -> None:
-        """Choose the generations of the next write, and wait before it."""
+        """Choose the next generations and wait, or raise `error` for a set with an empty consumer."""
         current = {instance: held.generation for instance, held in consumers.items()}
         if isinstance(error, errors.ConsumerConflict) and current == self._generations and None in current.values():
             # The consumers are unchanged, and still one of them is not as it looks: it was left empty.
-            if len(self._requested) > 1:
+            if len(self._targets) > 1:
                 raise error
             self._empty_since = min(self._empty_since, time.monotonic())
             if time.monotonic() - self._empty_since < EMPTY_CONSUMER_SECONDS:
                 self.remaining_tries += 1
                 time.sleep(EMPTY_CONSUMER_PAUSE_SECONDS)
             else:
-                self._generations = dict.fromkeys(self._requested, 0)
+                self._generations = dict.fromkeys(self._targets, 0)
             return
         # An earlier claim is replaced under its generation, so a late release by its owner gets a 409.
         self._generations = current
@@ -277,10 +279,10 @@ class _ClaimProgress:
 
 
 def _find_elsewhere(
-    consumers: Mapping[str, Consumer], requested: Mapping[str, Allocations], movable: Container[str]
+    consumers: Mapping[str, Consumer], targets: Mapping[str, Allocations], movable: Container[str]
 ) -> dict[str, str]:
     places = {name: find_compute(held.allocations) for name, held in consumers.items() if name not in movable}
-    return {name: place for name, place in places.items() if place not in ('', find_compute(requested[name]))}
+    return {name: place for name, place in places.items() if place not in ('', find_compute(targets[name]))}
 
 
 def release(
@@ -314,12 +316,12 @@ def release(
 
 
 def summarize_instances(instances: Mapping[str, object]) -> str:
-    """Return the only instance of a claim, or the first one with ` (of N)`."""
+    """Return the only instance, or the first one with ` (of N)`."""
     first = next(iter(instances))
     return first if len(instances) == 1 else f'{first} (of {len(instances)})'
 
 
-def _is_own_claim(consumer: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
+def _is_own_claim(consumer: Consumer, target: Allocations, sent_generation: int | None) -> bool:
     # None: another attempt may have made the same claim, and release it late. Repeating ours changes the generation.
     is_next = sent_generation is not None and consumer.generation == sent_generation + 1
-    return is_next and describe_difference(requested_allocations, consumer.allocations) is None
+    return is_next and describe_difference(target, consumer.allocations) is None

@@ -116,7 +116,6 @@ class Placement(Connections):
         self._slow = slow
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path, which includes the query."""
         answer = self._send('GET', path, None, errors.Unreachable)
         try:
             return parse_object(answer.content)

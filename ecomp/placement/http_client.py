@@ -126,7 +126,7 @@ class Connections:
                 self._idle.pop()[1].close()
 
     def read_token(self) -> str:
-        """Return the token of token_file, or `admin` for a placement without authentication."""
+        """Return the token in token_file, `admin` without one, or raise Unreachable if invalid."""
         path = self._config.token_file
         if path is None:
             return 'admin'
@@ -177,7 +177,7 @@ class Connections:
         headers = {**HEADERS, 'x-auth-token': self.read_token()}
         if content is not None:
             headers['content-type'] = 'application/json'
-        connection = self._take_connection()
+        connection = self._reuse_or_connect()
         connection.response_class = partial(_LimitedResponse, self._limits.size_bytes, deadline)
         try:
             connection.request(method, path, content, headers)
@@ -221,7 +221,7 @@ class Connections:
         doubt = ' (the server may refuse our certificate)' if self._is_secure else ''
         return self._make_unreachable_error(f'the connection broke{doubt}', error_type)
 
-    def _take_connection(self) -> Any:
+    def _reuse_or_connect(self) -> Any:
         with self._lock:
             while self._idle:
                 since, idle = self._idle.pop()

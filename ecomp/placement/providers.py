@@ -73,8 +73,8 @@ def set_inventory(
 ) -> int | None:
     """Replace a provider's inventory, and return the provider's new generation.
 
-    The inventory is {class: {'total', 'reserved', 'allocation_ratio'}}. If `known_generation` is None, the generation
-    is read. If `is_cancelled` returns True, nothing is written, and None is returned.
+    The inventory is {class: {'total', 'reserved', 'allocation_ratio'}}. The generation is read if `known_generation` is
+    None or out of date. If `is_cancelled` returns True, nothing is written, and None is returned.
 
     Raises:
         GenerationConflict: MAX_TRIES writes have lost a race.
@@ -109,7 +109,7 @@ def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
 def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
     """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
     path, key = f'/resource_providers/{provider}/inventories', 'inventories'
-    return placement.get_parsed(path, lambda data: {check_text(k): _parse_inventory(v) for k, v in data[key].items()})
+    return placement.get_parsed(path, lambda data: {check_text(k): _check_inventory(v) for k, v in data[key].items()})
 
 
 def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
@@ -126,12 +126,12 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
         raise placement.make_foreign_error() from error
 
 
-def is_as_expected(inventories: Mapping[str, Inventory], expected: Mapping[str, Mapping[str, float]]) -> bool:
-    """Return whether there are exactly these classes, with at least these fields."""
-    if inventories.keys() != expected.keys():
+def has_inventory(inventories: Mapping[str, Inventory], target: Mapping[str, Mapping[str, float]]) -> bool:
+    """Return whether the classes are those of `target`, and each field in `target` is equal."""
+    if inventories.keys() != target.keys():
         return False
     # Not every database keeps all digits of a ratio.
-    pairs = ((getattr(inventories[name], part), value) for name in expected for part, value in expected[name].items())
+    pairs = ((getattr(inventories[name], part), value) for name in target for part, value in target[name].items())
     return all(math.isclose(held, value, rel_tol=1e-6) for held, value in pairs)
 
 
@@ -216,7 +216,7 @@ def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
     }
 
 
-def _parse_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:
@@ -292,10 +292,10 @@ def _parse_names(data: dict[str, Any], kind: str) -> Names:
 
 
 class UnknownNames(NamedTuple):
-    """Sentences about unknown names: `yet` about CUSTOM_ ones, `never` about others."""
+    """A sentence each about unknown standard and custom (CUSTOM_…) names, '' if there are none."""
 
-    never: str
-    yet: str
+    standard: str
+    custom: str
 
 
 def find_unknown_names(
@@ -318,6 +318,7 @@ def find_unknown_names(
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
+    """Return the providers that meet a constraint, or the uuids in an in_tree=, unchecked."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':

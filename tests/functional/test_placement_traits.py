@@ -143,13 +143,13 @@ def test_unchanged_provider_is_reread_after_several_checks(
     registration = make_registration()
     registration.register()  # writes nothing, so the registration does not know the generation
     comparisons: list[str] = []
-    real = providers.is_as_expected
+    real = providers.has_inventory
 
-    def is_as_expected(*args: Any) -> bool:
+    def has_inventory(*args: Any) -> bool:
         comparisons.append('looked')
         return real(*args)
 
-    monkeypatch.setattr(providers, 'is_as_expected', is_as_expected)
+    monkeypatch.setattr(providers, 'has_inventory', has_inventory)
     for _ in range(1 + MAX_SKIPPED_CHECKS):
         registration.ensure_registered(is_closing, providers.read_generation(client, compute))
     assert len(comparisons) == 1

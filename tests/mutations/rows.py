@@ -76,7 +76,7 @@ ROWS = (
         "if answer.status_code == 200 and b'{' not in answer.content:",
         ('tests/functional/test_placement_tls.py::test_claim_is_not_confirmed_by_another_server',)),
     Row('an inventory with a superfluous class counts as right', 'ecomp/placement/providers.py',
-        'if inventories.keys() != expected.keys():', 'if not inventories.keys() >= expected.keys():',
+        'if inventories.keys() != target.keys():', 'if not inventories.keys() >= target.keys():',
         ('tests/functional/test_placement.py::test_set_inventory_replaces_the_whole_inventory',)),
     # etcd
     Row('answers of etcd are not acknowledged, so that it stops sending', 'ecomp/store/http2_client.py',

@@ -251,7 +251,7 @@ class Registration:
 
     def _read_provider(self) -> bool:
         self.provider = providers.read_provider(self.placement, self.compute, traits=True, aggregates=True, used={})
-        return self.provider is not None and providers.is_as_expected(self.provider.inventories, self.inventory)
+        return self.provider is not None and providers.has_inventory(self.provider.inventories, self.inventory)
 
     def _compare_provider(self) -> bool:
         if not self._read_provider() or self.provider is None:
@@ -309,9 +309,9 @@ def require_names(placement: Placement, traits: Collection[str], classes: Collec
     """Raise UsageError for a configured class or standard trait that placement lacks."""
     # Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
     if unusual := frozenset(classes).difference(REQUIRED_CLASSES):
-        never, yet = providers.find_unknown_names(placement, QueryNames(unusual, frozenset()))
-        if never or yet:
-            raise UsageError(f'inventory: {"; ".join(filter(None, (never, yet)))}')
+        sentences = providers.find_unknown_names(placement, QueryNames(unusual, frozenset()))
+        if any(sentences):
+            raise UsageError(f'inventory: {"; ".join(filter(None, sentences))}')
     # CUSTOM_ traits are accepted, because register() creates them.
     unknown = providers.find_unknown_traits(placement, [*traits, status.DISABLED])
     _refuse_unknown_traits(placement, unknown.intersection(traits))

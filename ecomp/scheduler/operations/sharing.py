@@ -33,7 +33,6 @@ def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
 
 
 def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
-    """Return {name: flavor}, sorted, and an error for each malformed one."""
     flavors, errors = dict[str, Flavor](), list[EcompError]()
     for entry in store.snapshot(keys.FLAVORS).entries.values():
         try:
@@ -54,14 +53,14 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
         raise UsageError(f'flavor {make_printable(name, 100)}: {error}') from error
     named = QueryNames(frozenset(flavor.resources), frozenset({*flavor.required, *flavor.forbidden}))
     unknown = find_unknown_names(placement, named)
-    if unknown.never:
-        raise UsageError(f'flavor {name}: {unknown.never}')
+    if unknown.standard:
+        raise UsageError(f'flavor {name}: {unknown.standard}')
     key, value = keys.flavor(name), encode(flavor, **store.make_stamp())
     previous = store.get(key)
     _commit_flavor(store, key, previous, Put(key, value), flavor)
     lacking = ', '.join(list_missing_classes(flavor.resources))
     remark = f'; it lacks {lacking}, which each request has to add in a query' if lacking else ''
-    remark += f'; {unknown.yet}: no compute can run its instances yet' if unknown.yet else ''
+    remark += f'; {unknown.custom}: no compute can run its instances yet' if unknown.custom else ''
     return f'flavor {name}: {"changed" if previous else "created"}; existing instances stay as they are{remark}'
 
 
@@ -88,7 +87,6 @@ def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
 
 
 def list_flavor_names(store: Store) -> list[str]:
-    """Read the names of all flavors from etcd, without their values."""
     return [keys.get_last_part(key) for key in store.snapshot(keys.FLAVORS, keys_only=True).entries]
 
 
@@ -120,9 +118,9 @@ def describe_new_classes(placement: Placement, arguments: Sequence[str]) -> str:
     except ValueError as error:
         raise UsageError(f'quota set: {make_printable(str(error))}') from error
     unknown = find_unknown_names(placement, QueryNames(frozenset(classes), frozenset()), more_suggestions=(INSTANCES,))
-    if unknown.never:
-        raise UsageError(f'quota set: {unknown.never}')
-    return unknown.yet
+    if unknown.standard:
+        raise UsageError(f'quota set: {unknown.standard}')
+    return unknown.custom
 
 
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
@@ -147,7 +145,7 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
     """Write a project's quota with the limits of `change` and a new count of its usage.
 
-    `change` gets the current quota or None, perhaps several times. A quota without limits is deleted.
+    `change` gets the current quota or None, perhaps again. Without limits the quota is deleted: the result is None.
     """
 
     def try_once() -> Quota | None:
@@ -195,8 +193,7 @@ def _read_record(store: Store, key_index: KeyIndex, instance: str) -> Record | N
 
 
 def require_quota(store: Store, project: str) -> Quota:
-    """Return a project's quota, or raise NotFound if it has no limits."""
-    existing, _ = load_quota(store, project)
-    if existing is None:
+    current, _ = load_quota(store, project)
+    if current is None:
         raise NotFound(f'{make_printable(project, 100)}: no limits are set for this project')
-    return existing
+    return current
