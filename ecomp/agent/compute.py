@@ -552,7 +552,7 @@ class Compute:
 
     def _is_adopting(self, instance: str) -> bool:
         entry = self._requests.get(key := keys.request(self.uuid, instance))
-        request = parse_request(self.uuid, key, entry.value, entry.dropped) if entry is not None else None
+        request = parse_request(self.uuid, key, entry.value, entry.dropped_bytes) if entry is not None else None
         return isinstance(request, Request) and request.is_adopted and not request.is_tombstone
 
     def _look(self) -> None:
@@ -589,7 +589,7 @@ class Compute:
             return
         macs_by_hash: dict[str, list[str]] = {}
         for key, entry in self._requests.items():
-            request = parse_request(self.uuid, key, entry.value, entry.dropped)
+            request = parse_request(self.uuid, key, entry.value, entry.dropped_bytes)
             if isinstance(request, Request) and request.user_data_sha256 is not None:
                 macs_by_hash.setdefault(request.user_data_sha256, []).extend(list_macs(request.instance))
         for sha256, macs in macs_by_hash.items():

@@ -315,7 +315,7 @@ class Planner:
                 continue
             if previous is not None:
                 self.deferrals.cancel(name)  # the failure of an older request does not defer a new one
-            parsed = parse_request(self._instances.compute, key, entry.value, entry.dropped)
+            parsed = parse_request(self._instances.compute, key, entry.value, entry.dropped_bytes)
             is_destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if previous is None and len(self._parsed_requests) >= MAX_REQUESTS and not is_destroy:
                 reason = f'this compute already has {MAX_REQUESTS} instances, the maximum'

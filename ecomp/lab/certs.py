@@ -330,7 +330,7 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
     for number, config in enumerate(configs):
         with closing(Store(config)) as store, closing(Accounts(config)) as accounts:
             try:
-                accounts.check()
+                accounts.require_access()
             except Denied:  # a new operator has no role yet
                 if number + 1 < len(configs):
                     continue

@@ -58,7 +58,7 @@ class EntriesByCompute(Generic[Kind]):
         return min(claimants or self.requests or self.records, key=self._make_age_key, default='')
 
     def _make_age_key(self, compute: str) -> tuple[int, str]:
-        return (self.requests or self.records)[compute].created, compute
+        return (self.requests or self.records)[compute].create_revision, compute
 
     @property
     def request(self) -> Kind | None:

@@ -73,7 +73,7 @@ class Guard:
             raise errors.StrangeEtcd(self._refusal)
 
     def accept_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
-        """Learn from a linearizable reply, or refuse its etcd as a foreign one."""
+        """Learn from a linearizable reply, or raise StrangeEtcd if another etcd sent it."""
         self.raise_if_refused()
         reason = cluster.explain_header_mismatch(cluster_before, header)
         if reason is not None:
@@ -91,13 +91,13 @@ class Guard:
         return True
 
     def require_identity(self, value: bytes | None, endpoints: str) -> None:
-        """Refuse this etcd unless `value`, which /cluster has, is the known identity."""
+        """Raise StrangeEtcd unless `value`, which /cluster has, is the known identity."""
         reason = cluster.explain_identity_mismatch(self.known_cluster, value)
         if reason is not None:
             self._refuse(endpoints, reason)
 
     def adopt(self, value: bytes, endpoints: str) -> None:
-        """Accept the identity in this value of /cluster as the one that is known from now on."""
+        """Trust the identity in a value of /cluster from now on, or raise EcompError if malformed."""
         try:
             identity = decode(cluster.ClusterIdentity, value).identity
         except ValueError as error:
@@ -134,17 +134,17 @@ def describe_user() -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key, which was created at the revision `created` and last written at `revision`.
+    """A key, which was last written at `revision`.
 
-    `dropped` is the size in bytes of a value that a follower does not keep. `value` is then empty.
+    `dropped_bytes` is the size of a value that a follower does not keep, or 0. `value` is then empty.
     """
 
     key: str
     value: bytes
     revision: int
     lease: int = 0  # 0 for none
-    dropped: int = 0
-    created: int = field(default=0, compare=False)
+    dropped_bytes: int = 0
+    create_revision: int = field(default=0, compare=False)
 
 
 class Snapshot(NamedTuple):
@@ -262,7 +262,6 @@ class Store:
         return {WRITTEN_AT: format_time(datetime.now(UTC)), WRITTEN_BY: self.writer}
 
     def get(self, key: str) -> Entry | None:
-        """Return the key's entry, or None if the key does not exist."""
         reply = self._read(messages.Range(encode_key(key)), about=(key,))
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
@@ -310,12 +309,10 @@ class Store:
         return entries[:limit], sum(int(result.count) for result in results)
 
     def read_version(self) -> str:
-        """Return the version of the member that answers, such as `3.4.23`."""
         # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status), which needs no role
         return str(self._read(messages.Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
-        """Return the number of keys under a prefix, without reading them."""
         key = encode_key(prefix)
         return int(self._read(messages.Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
 
@@ -326,7 +323,6 @@ class Store:
         return bool(self._read(request, about=(prefix,)).kvs)
 
     def read_revision(self) -> int:
-        """Return etcd's current revision, by a linearizable read."""
         reply = self._read(messages.Range(encode_key(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
@@ -363,10 +359,10 @@ class Store:
             deadline = deadline or time.monotonic() + FENCE_RENEWAL_SECONDS
             self._await_fence(fence, fencing[0].key, deadline)
 
-    def _await_fence(self, broken: Fence, key: str, deadline: float) -> None:
-        broken.on_broken()
+    def _await_fence(self, broken_fence: Fence, key: str, deadline: float) -> None:
+        broken_fence.on_broken()
         # After an outage longer than the lease, all commits wait here until the key is put again.
-        while self.fence is broken and time.monotonic() < deadline:
+        while self.fence is broken_fence and time.monotonic() < deadline:
             time.sleep(FENCE_POLL_SECONDS)
         if time.monotonic() >= deadline:
             raise errors.Unreachable(f'{key} expired or was changed: nothing is written until ecompute restores it')
@@ -409,12 +405,12 @@ class Store:
             condition = next((each for each in lasting if each.key == fence.key), None)
             if condition is None:
                 break
-            if self._is_fenced_off(condition, fence, operations):
+            if self._fence_off(condition, fence, operations):
                 return None
         raise unknown from error
 
-    def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Writes) -> bool:
-        """Write `fence`, and return whether `operations` therefore failed, and can never succeed."""
+    def _fence_off(self, condition: Unchanged, fence: Delete | Touch, operations: Writes) -> bool:
+        """Write `fence`, and return whether this proves that `operations` failed and always will."""
         # Without an answer to this, too, the next read shows whether the key has changed.
         with suppress(errors.EcompError):
             request = messages.Transaction([condition], [fence])
@@ -450,7 +446,7 @@ class Store:
                 raise
 
     def require_identity(self) -> None:
-        """Read /cluster, and let the guard, if any, refuse a foreign etcd."""
+        """Read /cluster, and raise StrangeEtcd if there is a guard and it refuses this etcd."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
             self._guard.require_identity(entry.value if entry else None, self.endpoints)
@@ -465,7 +461,6 @@ class Store:
     def watch(
         self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
-        """Return the answers to these watches on one stream, for at most `duration_seconds`."""
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
 

@@ -61,7 +61,7 @@ class Connection:
         self._endpoint_index = 0
         # Connections that are still being made, by the index of their endpoint.
         self._pending: dict[int, EtcdMember] = {}
-        self._closed = False
+        self._is_closed = False
         self._connected_at = time.monotonic()
         # The certificate that prevents a new connection, and its error.
         self._certificate_error = ''
@@ -112,7 +112,7 @@ class Connection:
         If `is_pending`, the failed one is still being connected, and is kept until it is its endpoint's turn again.
         """
         with self._lock:
-            if self._closed or (failed_member is not None and failed_member is not self.client):
+            if self._is_closed or (failed_member is not None and failed_member is not self.client):
                 return
             if is_pending:
                 self._pending[self._endpoint_index] = self.client
@@ -130,7 +130,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection for good, so that reconnect() does nothing."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._pending.clear()
             self.client.close()
 

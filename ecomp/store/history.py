@@ -84,7 +84,7 @@ class History:
                 backoff.reset()
             if failure is not None:
                 tries += 1
-                self._handle_failure(failure, tries)
+                self._raise_or_report(failure, tries)
                 self._store.reconnect()
             if tries:
                 time.sleep(backoff.next())
@@ -116,6 +116,7 @@ class History:
         raise _StreamError('the stream ended')
 
     def _has_read_past(self, past: _PastProgress, first: int) -> bool | None:
+        """Return True if all of the past is read, False if a new stream has to, or None to go on."""
         if past.is_complete or self.next_revision > self._past_end:
             return True
         if past.is_quiet:
@@ -152,7 +153,7 @@ class History:
                 self.next_revision, self._last_revision = revision + 1, revision
                 yield [_make_change(event) for event in events]
 
-    def _handle_failure(self, failure: _StreamError, tries: int) -> None:
+    def _raise_or_report(self, failure: _StreamError, tries: int) -> None:
         where = f'etcd at {self._store.endpoints}'
         if not self._follow and tries > MAX_TRIES:
             raise Unreachable(f'{where}: {failure}', 'etcd') from failure
@@ -161,6 +162,7 @@ class History:
             self._report(f'{where}: {failure}; reading again from revision {self.next_revision}')
 
     def _probe_etcd(self) -> None:
+        """Report that etcd is lost or back, or raise EcompError if its revision has decreased."""
         try:
             revision = self._store.read_revision()
         except EcompError as error:

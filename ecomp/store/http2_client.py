@@ -73,7 +73,7 @@ class Transport:
 
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
         self._socket: socket.socket | None = None
-        self._closed = False
+        self._is_closed = False
         # What a read raises while nothing has arrived.
         self._no_data_errors: tuple[type[OSError], ...] = (BlockingIOError,)
         self.config = config
@@ -89,7 +89,7 @@ class Transport:
                     raise OSError(errno.ENODATA, 'is empty', str(path))
         self._reservation = threading.Lock()
         self.http = _Http2()
-        self._failed: messages.CallFailure | None = None
+        self._failure: messages.CallFailure | None = None
         self._connect_thread = threading.Thread(target=self._try_connect, name='etcd', daemon=True)
         self._connect_thread.start()
 
@@ -108,16 +108,18 @@ class Transport:
             self._connect_thread.join(max(min(deadline - time.monotonic(), self._patience_seconds), 0))
             if self._connect_thread.is_alive():
                 raise messages.CallFailure(messages.DEADLINE_EXCEEDED, messages.CONNECTING, unsent=True)
-            if self._failed is None:
+            if self._failure is None:
                 self._notice_end(deadline)
-            if self._failed is not None:
-                raise copy(self._failed)  # a copy: the traceback would refer to this frame and so keep the socket open
+            if self._failure is not None:
+                raise copy(self._failure)  # a copy: the traceback would refer to this frame and so keep the socket open
             yield
         except OSError as error:
-            raise self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED)) from error
+            self._mark_broken()
+            raise messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED) from error
         except H2Error as error:
             why = CONNECTION_CLOSED if self.http.is_ending else f'{NO_HTTP2}: {error}'
-            raise self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, why)) from error
+            self._mark_broken()
+            raise messages.CallFailure(messages.UNAVAILABLE, why) from error
         finally:
             self._reservation.release()
 
@@ -131,7 +133,7 @@ class Transport:
                 self._socket.sendall(data)
             except TimeoutError:
                 # A part may have been sent, and nothing else makes sense after it.
-                self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
+                self._mark_broken()
                 raise
 
     def receive(self, deadline: float) -> list[Any]:
@@ -151,13 +153,13 @@ class Transport:
         received = self.http.receive_data(data)
         for event in received:
             if isinstance(event, events.ConnectionTerminated):
-                self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
+                self._mark_broken()
         self.send(max(deadline, time.monotonic() + 1))
         return received
 
     def shut_down(self) -> None:
         """Shut the connection down, from any thread, and wake up a thread that waits for data."""
-        self._closed = True
+        self._is_closed = True
         if self._socket is not None:
             with suppress(OSError):  # already closed
                 # Not the shutdown of TLS, which would interfere with the thread that reads.
@@ -165,26 +167,25 @@ class Transport:
 
     def close(self) -> None:
         """Close the socket, which no other thread may be using."""
-        self._closed = True
+        self._is_closed = True
         if self._socket is not None:
             self._socket.close()
 
     __del__ = close
 
-    def _mark_broken(self, error: messages.CallFailure) -> messages.CallFailure:
-        self._failed = messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
-        return error
+    def _mark_broken(self) -> None:
+        self._failure = messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
 
     def _try_connect(self) -> None:
         try:
             self._connect()
         except TimeoutError:
-            self._failed = messages.CallFailure(messages.DEADLINE_EXCEEDED, 'not connected', unsent=True)
+            self._failure = messages.CallFailure(messages.DEADLINE_EXCEEDED, 'not connected', unsent=True)
         except socket.gaierror as error:
             why = f'DNS resolution failed for {self.endpoint}: {error.strerror}'
-            self._failed = messages.CallFailure(messages.UNAVAILABLE, why, unsent=True)
+            self._failure = messages.CallFailure(messages.UNAVAILABLE, why, unsent=True)
         except Exception as error:
-            self._failed = self._make_connect_failure(error)
+            self._failure = self._make_connect_failure(error)
 
     def _make_connect_failure(self, error: Exception) -> messages.CallFailure:
         failure = None
@@ -234,7 +235,7 @@ class Transport:
         # A member that rejects our certificate reports that only now, and no request has been sent yet.
         while not any(isinstance(event, events.RemoteSettingsChanged) for event in self.receive(deadline)):
             require_time(deadline)
-        if self._closed:
+        if self._is_closed:
             self._socket.close()
 
     def _notice_end(self, deadline: float) -> None:
@@ -245,7 +246,7 @@ class Transport:
         except TimeoutError:
             pass
         except (OSError, H2Error):
-            self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
+            self._mark_broken()
 
 
 class Stream:
@@ -312,7 +313,6 @@ class Stream:
 
 
 def make_too_long_error(length_bytes: int, limit_bytes: int) -> messages.CallFailure:
-    """Return the failure for an oversized answer, worded as gRPC's own client does."""
     details = f'CLIENT: Received message larger than max ({length_bytes} vs. {limit_bytes})'
     return messages.CallFailure(messages.RESOURCE_EXHAUSTED, details)
 
@@ -345,7 +345,7 @@ def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
 
 class EtcdMember(Transport):
     def call(self, request: messages.Request, timeout_seconds: float) -> Any:
-        """Send the request once and return its answer, None if a KeepAlive's stream had none."""
+        """Send the request once, and return its answer, or None if a KeepAlive has none."""
         deadline = time.monotonic() + timeout_seconds
         path, name = messages.find_method(request)
         token = [('token', request.token)] if isinstance(request, messages.AuthRequest) and request.token else []
@@ -463,6 +463,7 @@ def _frame_message(message: bytes) -> bytes:
 
 
 def _take_message(body: bytearray) -> bytes | None:
+    """Remove the first message from `body` and return it, or None while it is incomplete."""
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')

@@ -75,7 +75,7 @@ class Range(NamedTuple):
 
     def to_bytes(self) -> bytes:
         flags = {8: self.keys_only, 9: self.count_only, 10: self.min_mod_revision}
-        return _encode_fields({1: self.key, 2: self.end, 3: self.limit, 4: self.revision, **flags})
+        return _encode_nonzero({1: self.key, 2: self.end, 3: self.limit, 4: self.revision, **flags})
 
 
 class Put(NamedTuple):
@@ -86,7 +86,7 @@ class Put(NamedTuple):
     lease: int = 0
 
     def to_bytes(self) -> bytes:
-        return _encode_fields({1: encode_key(self.key), 2: self.value.encode(), 3: self.lease})
+        return _encode_nonzero({1: encode_key(self.key), 2: self.value.encode(), 3: self.lease})
 
 
 class Touch(NamedTuple):
@@ -96,14 +96,14 @@ class Touch(NamedTuple):
 
     def to_bytes(self) -> bytes:
         # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (PutRequest: ignore_value, ignore_lease)
-        return _encode_fields({1: encode_key(self.key), 5: True, 6: True})
+        return _encode_nonzero({1: encode_key(self.key), 5: True, 6: True})
 
 
 class Delete(NamedTuple):
     key: str
 
     def to_bytes(self) -> bytes:
-        return _encode_fields({1: encode_key(self.key)})
+        return _encode_nonzero({1: encode_key(self.key)})
 
 
 class Unchanged(NamedTuple):
@@ -145,14 +145,14 @@ class Grant(NamedTuple):
     seconds: int
 
     def to_bytes(self) -> bytes:
-        return _encode_fields({1: self.seconds})
+        return _encode_nonzero({1: self.seconds})
 
 
 class _LeaseRequest(NamedTuple):
     lease: int
 
     def to_bytes(self) -> bytes:
-        return _encode_fields({1: self.lease})
+        return _encode_nonzero({1: self.lease})
 
 
 class KeepAlive(_LeaseRequest):
@@ -184,11 +184,11 @@ class AuthRequest(NamedTuple):
 
     def to_bytes(self) -> bytes:
         values = self.values.items()
-        return _encode_fields({number: each.encode() if isinstance(each, str) else each for number, each in values})
+        return _encode_nonzero({number: each.encode() if isinstance(each, str) else each for number, each in values})
 
 
 def make_permission(kind: int, key: str, end: str) -> bytes:
-    return _encode_fields({1: kind, 2: key.encode(), 3: end.encode()})
+    return _encode_nonzero({1: kind, 2: key.encode(), 3: end.encode()})
 
 
 class WatchCreate(NamedTuple):
@@ -206,7 +206,7 @@ class WatchCreate(NamedTuple):
 
     def to_bytes(self) -> bytes:
         flags = {6: self.with_previous, 8: self.fragment}
-        return _encode_field(1, _encode_fields({1: self.key, 2: self.end, 3: self.revision, **flags}))
+        return _encode_field(1, _encode_nonzero({1: self.key, 2: self.end, 3: self.revision, **flags}))
 
 
 class WatchProgress(NamedTuple):
@@ -391,7 +391,7 @@ def encode_key(key: str) -> bytes:
 
 def _encode_comparison(result: int, key: str, revision: int) -> bytes:
     # The revision is in a oneof, so 0 must be written, too.
-    return _encode_fields({1: result, 2: _TARGET_MOD_REVISION, 3: encode_key(key)}) + _encode_field(6, revision)
+    return _encode_nonzero({1: result, 2: _TARGET_MOD_REVISION, 3: encode_key(key)}) + _encode_field(6, revision)
 
 
 def _encode_varint(value: int) -> bytes:
@@ -410,7 +410,7 @@ def _encode_field(number: int, value: int | bytes) -> bytes:
     return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(value)) + value
 
 
-def _encode_fields(values: Mapping[int, int | bytes]) -> bytes:
+def _encode_nonzero(values: Mapping[int, int | bytes]) -> bytes:
     return b''.join(_encode_field(number, value) for number, value in values.items() if value)
 
 

@@ -54,7 +54,7 @@ class Accounts:
         self._change('UserChangePassword', roles.ROOT, password)
         self._change('AuthEnable')
         try:
-            self.check()
+            self.require_access()
         except Unreachable:
             raise
         except EcompError as error:
@@ -66,8 +66,8 @@ class Accounts:
     def disable(self) -> None:
         self._change('AuthDisable')  # users and roles stay
 
-    def check(self) -> None:
-        """Raise Denied if we may not read or change users and roles: list the users as a test."""
+    def require_access(self) -> None:
+        """Raise Denied if we may not read or change users and roles, by listing the users."""
         self._query('UserList')
 
     def read_roles(self) -> roles.Roles:

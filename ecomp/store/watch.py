@@ -63,7 +63,7 @@ class EntryCache:
         self._reported_keys &= self.entries.keys()
 
     def store(self, entry: Entry) -> Entry | None:
-        """Store an entry, without its value if that is too large, or return None if it is dropped."""
+        """Store and return an entry, without a value that is too large, or return None if full."""
         previous = self.entries.get(entry.key)
         if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
             return previous  # stays, even if there is no room for others
@@ -78,7 +78,7 @@ class EntryCache:
         room = self._max_total_bytes if size > SMALL_VALUE_BYTES else small_room
         fits = size <= self._max_value_bytes and self._size + _estimate_bytes(entry.value) <= room
         # A dropped value's key and revision stay, so it is visible which compute has a request.
-        stored = entry if fits else replace(entry, value=b'', dropped=size)
+        stored = entry if fits else replace(entry, value=b'', dropped_bytes=size)
         if not fits:
             self._report_dropped(entry.key, size)
         self.entries[entry.key] = stored
@@ -147,7 +147,7 @@ class Follower:
         self._watches = [_PrefixWatch(*each, EntryCache(max_value_bytes, max_total_bytes)) for each in subscriptions]
         self._resync_seconds = resync_seconds
         self._backoff = Backoff(FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS)
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._call: WatchStream | None = None
         self._thread = threading.Thread(target=self._run, name=f'follow {self._watches[0].prefix}', daemon=True)
 
@@ -156,7 +156,7 @@ class Follower:
 
     def stop(self) -> None:
         """Stop, wait for the thread and close the connection, which no callback may do."""
-        self._stopped.set()
+        self._stop_event.set()
         if self._call is not None:
             self._call.cancel()
         if self._thread.is_alive():
@@ -165,12 +165,12 @@ class Follower:
 
     def _run(self) -> None:
         is_lost = False
-        while not self._stopped.is_set():
+        while not self._stop_event.is_set():
             began = time.monotonic()
             try:
                 cluster_before = self._guard.known_cluster if self._guard is not None else None
                 revisions = self._list()
-                if self._stopped.is_set():
+                if self._stop_event.is_set():
                     return
                 self._store.require_identity()
                 if is_lost:
@@ -185,24 +185,25 @@ class Follower:
                 # lost connection and a silent watch are one case (https://etcd.io/docs/v3.4/learning/api/#watch-api).
                 continue
             except _Resync as reason:
-                if self._stopped.is_set():
+                if self._stop_event.is_set():
                     return
                 log.debug('listing %s again: %s', self._watches[0].prefix, reason)
                 self._store.reconnect()
             except StrangeEtcd:
                 return  # the guard has reported it; there is nothing to follow here
             except EcompError as error:
-                if not is_lost and not self._stopped.is_set():
+                if not is_lost and not self._stop_event.is_set():
                     self._on_lost(error, began)
                 is_lost = True
             except Exception:  # without this thread ecompute would miss all changes and look healthy
                 log.exception('unexpected error while following %s; trying again', self._watches[0].prefix)
-            self._stopped.wait(self._backoff.next() * random.uniform(0.5, 1.0))
+            self._stop_event.wait(self._backoff.next() * random.uniform(0.5, 1.0))
 
     def _list(self) -> list[int]:
+        """Read all prefixes into their caches, and return the revision to watch each from."""
         revisions = []
         for prefix, _, cache in self._watches:
-            if not self._stopped.is_set():
+            if not self._stop_event.is_set():
                 snapshot = self._store.snapshot(prefix, transform=cache.store)
                 cache.end_list(snapshot.entries)
                 revisions.append(snapshot.revision + 1)
@@ -214,7 +215,7 @@ class Follower:
         ends = map(get_prefix_range_end, starts)
         requests = list(map(WatchCreate, starts, ends, revisions))
         self._call = self._store.watch(requests, self._resync_seconds * random.uniform(0.8, 1.2))
-        if self._stopped.is_set():  # stop() may have come before there was a call to cancel
+        if self._stop_event.is_set():  # stop() may have come before there was a call to cancel
             self._call.cancel()
         # etcd numbers the watches in the order of the requests, and reports each number before its first event.
         watched: dict[int, _PrefixWatch] = {}

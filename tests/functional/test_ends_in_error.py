@@ -158,7 +158,7 @@ def test_dropped_request_releases_name_group_and_quota(toy_compute: ToyCompute, 
         assert read_used() == 1
         key = keys.request(toy_compute.compute, instance)
         entry = read_entry(cloud.store, key)
-        (work,) = toy_compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
+        (work,) = toy_compute.planner.step({key: replace(entry, value=b'', dropped_bytes=len(entry.value))})
         toy_compute.planner.begin(work)
         toy_compute.planner.carry_out(work)
         record, failure = toy_compute.read_failure(instance)

@@ -207,7 +207,7 @@ def test_reset_write_is_sent_once_and_read_back(
     assert front.has_reset
     assert front.count(b'written') == 1
     entry = read_entry(store, key)
-    assert (entry.value, entry.created) == (b'written', revision)
+    assert (entry.value, entry.create_revision) == (b'written', revision)
 
 
 def test_reset_read_is_sent_again(front: ResettingProxy, store: Store, prefix: str) -> None:

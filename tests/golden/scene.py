@@ -69,7 +69,7 @@ class Scene:
         for number, (key, value) in enumerate(read_entries().items()):
             is_alive = key.startswith(LEASED) or key.endswith('/taker')
             lease = ALIVE_LEASE if is_alive else 0
-            self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
+            self.entries[key] = Entry(key, value.encode(), number + 1, lease, create_revision=number + 1)
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
         for check in conditions:
@@ -80,10 +80,10 @@ class Scene:
         for operation in sorted(operations, key=lambda each: each.key):
             before = self.entries.pop(operation.key, None)
             if isinstance(operation, Put):
-                created = before.created if before else self.revision
+                created = before.create_revision if before else self.revision
                 value = operation.value.encode()
                 self.entries[operation.key] = Entry(
-                    operation.key, value, self.revision, operation.lease, created=created
+                    operation.key, value, self.revision, operation.lease, create_revision=created
                 )
                 ttl = f' ({self.leases[operation.lease]} s)' if operation.lease else ''
                 self.writes.append(f'+ {operation.key}{ttl} {operation.value}')

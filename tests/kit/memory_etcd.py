@@ -155,9 +155,9 @@ class Etcd:
             before = self.entries.pop(operation.key, None)
             self._fingerprint ^= hash(self.make_fingerprint(before)) if before else 0
             if isinstance(operation, Put):
-                created = before.created if before else self.revision
+                created = before.create_revision if before else self.revision
                 value = operation.value.encode(errors='surrogateescape')
-                new = Entry(operation.key, value, self.revision, operation.lease, created=created)
+                new = Entry(operation.key, value, self.revision, operation.lease, create_revision=created)
                 self.entries[operation.key] = new
                 self._fingerprint ^= hash(self.make_fingerprint(new))
         put = [operation.key for operation in operations if isinstance(operation, Put)]
@@ -361,7 +361,7 @@ def _make_kv(entry: Entry, without_value: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         key=encode_key(entry.key),
         value=b'' if without_value else entry.value,
-        create_revision=entry.created,
+        create_revision=entry.create_revision,
         mod_revision=entry.revision,
         lease=entry.lease,
     )

@@ -87,18 +87,18 @@ def test_follower_drops_values_that_are_too_large(
     before, after = f'{prefix}before', f'{prefix}later'
     etcd.put(before, 'x' * LARGE_VALUE_BYTES)
     states = start_follower(max_value_bytes=1000)
-    assert (states[-1][before].value, states[-1][before].dropped) == (b'', LARGE_VALUE_BYTES)
+    assert (states[-1][before].value, states[-1][before].dropped_bytes) == (b'', LARGE_VALUE_BYTES)
     for _ in range(5):
         revision = etcd.put(after, 'y' * 1001)
     wait_until(lambda: after in states[-1] and states[-1][after].revision == revision, 20, 'each event is heard')
-    assert (states[-1][after].value, states[-1][after].dropped) == (b'', 1001)
+    assert (states[-1][after].value, states[-1][after].dropped_bytes) == (b'', 1001)
     lines = [line for line in caplog.messages if 'is ignored: it' in line]
     assert len(lines) == 2, 'one line for a key, not one for each event'
     assert f'the value of {after} is ignored: it has 1001 bytes, but the limit is 1000' in lines[1]
     # A later, smaller value is kept again.
     etcd.put(after, 'z' * 1000)
     wait_until(lambda: states[-1][after].value == b'z' * 1000, 20, 'it is kept')
-    assert states[-1][after].dropped == 0
+    assert states[-1][after].dropped_bytes == 0
 
 
 def test_follower_limits_the_total_size(etcd: Etcd, prefix: str, start_follower: Callable[..., States]) -> None:
@@ -262,7 +262,7 @@ def test_dropped_queued_request_is_read_once_there_is_room() -> None:
     flavor = parse_flavor('f', 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1')
     waiting = QueueEntry(INSTANCE, flavor, image=IMAGE, user_id='u', project_id='p')
     complete = Entry(waiting.key, encode(waiting).encode(), 5)
-    first = update_backlog({waiting.key: Entry(waiting.key, b'', 5, dropped=len(complete.value))}, Backlog())
+    first = update_backlog({waiting.key: Entry(waiting.key, b'', 5, dropped_bytes=len(complete.value))}, Backlog())
     assert first.entries == {}
     assert update_backlog({waiting.key: complete}, first).entries == {waiting.key: WaitingEntry(5, waiting)}
 

@@ -363,7 +363,7 @@ class Presence(NamedTuple):
     revision: int
     lease: int
     value: bytes = b'{}'
-    created: int = 1
+    create_revision: int = 1
 
 
 def test_unproven_trusts_presence_written_since_or_after_lease_end() -> None:
@@ -394,7 +394,7 @@ TWO = '5ca1ab1e-0000-4000-8000-000000000000'
 @dataclass
 class StoredValue:
     value: bytes
-    created: int
+    create_revision: int
     revision: int = 0
 
 

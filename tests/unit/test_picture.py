@@ -38,7 +38,7 @@ class Scene:
             if value is None:
                 del self.entries[key]
             else:
-                self.entries[key] = Entry(key, value.encode(), self.revision, lease=1, created=self.revision)
+                self.entries[key] = Entry(key, value.encode(), self.revision, lease=1, create_revision=self.revision)
         states = {
             prefix: {key: each for key, each in self.entries.items() if key.startswith(prefix)} for prefix in PREFIXES
         }
@@ -148,7 +148,7 @@ def test_room_is_that_of_requests_and_unknown_if_one_was_dropped(scene: Scene) -
     assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (3, 32)
     scene.put(dict.fromkeys(other))
     assert scene.picture._keys.keys() == {INSTANCE}
-    scene.entries[keys.request(COMPUTE, INSTANCE)] = Entry(keys.request(COMPUTE, INSTANCE), b'', 2, dropped=9000)
+    scene.entries[keys.request(COMPUTE, INSTANCE)] = Entry(keys.request(COMPUTE, INSTANCE), b'', 2, dropped_bytes=9000)
     scene.put({})
     assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (None, 32)
 

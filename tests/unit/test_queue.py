@@ -234,7 +234,7 @@ def test_malformed_entries_do_not_block_others() -> None:
 def test_value_that_was_dropped_as_too_large_is_queued_once_it_fits() -> None:
     state = make_entries(make_places(SMALL))
     ((key, entry),) = state.items()
-    dropped = update_backlog({key: replace(entry, value=b'', dropped=2000)}, Backlog())
+    dropped = update_backlog({key: replace(entry, value=b'', dropped_bytes=2000)}, Backlog())
     assert dropped.entries == {}
     assert update_backlog(state, dropped).entries.keys() == {key}
 

@@ -353,7 +353,7 @@ class WrittenKey(NamedTuple):
 
     value: bytes
     revision: int
-    created: int = 1
+    create_revision: int = 1
     lease: int = 0
 
 

@@ -138,7 +138,7 @@ def read_moves(
     def collect(entry: Entry) -> None:  # returns None, so no entry is kept
         compute, _, instance = entry.key.removeprefix(keys.HOSTS).partition('/')
         if keys.is_uuid(instance):
-            request = parse_request(compute, entry.key, entry.value, entry.dropped)
+            request = parse_request(compute, entry.key, entry.value, entry.dropped_bytes)
             if isinstance(request, InvalidRequest) or not request.is_tombstone:
                 guests.setdefault(compute, []).append(Evacuee(compute, request))
 

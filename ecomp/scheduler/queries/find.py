@@ -73,6 +73,8 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
 
     Raises:
         NotFound: there is no such instance. A whole uuid is not checked.
+        UsageError: several uuids begin with the prefix.
+        Conflict: the name's key refers to an instance that has another name.
     """
     if keys.is_uuid(argument):
         return argument
@@ -148,7 +150,6 @@ def find_queue_entry(store: Store, instance: str) -> Entry | None:
 
 
 def from_places(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
-    """Make an instance's entries from its keys, or return None without any."""
     if places.record is None:
         return from_request(places)
     return InstanceEntries(read_record(places.record), places.record, places.request)
@@ -211,8 +212,8 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
 
 def read_record(entry: Entry) -> Record:
     try:
-        if entry.dropped:
-            raise ValueError(f'its value is too large: {entry.dropped} bytes')
+        if entry.dropped_bytes:
+            raise ValueError(f'its value is too large: {entry.dropped_bytes} bytes')
         compute, instance = keys.parse_record_key(entry.key)
         return from_json(entry.value, instance, compute)
     except ValueError as error:
@@ -221,7 +222,6 @@ def read_record(entry: Entry) -> Record:
 
 
 def read_queued_record(entry: Entry) -> Record:
-    """Make the record to show for an entry in a queue, malformed or not."""
     # Its imports take 5 % of a claim's time, and a claim rarely needs them.
     from ecomp.model.queue import make_queued_record
 
