@@ -75,8 +75,8 @@ def _top(ctx: Context) -> int:
 def make_host_listing(use: Use, records: Sequence[Record]) -> Listing:
     """List hosts, for which `records` must have all instances."""
     rows = []
-    running = Counter(record.compute for record in records if record.instance in use.used.get(record.compute, ()))
-    for compute, used in use.used.items():
+    running = Counter(each.compute for each in records if each.instance in use.measurements.get(each.compute, ()))
+    for compute, used in use.measurements.items():
         amounts, name = used.get(HOST, {}), use.computes.format_name(compute)
         value = _describe(use, compute, amounts.get('cpu_seconds_per_second'))
         value |= {field: amounts.get(field) for field in HOST_FIELDS}
@@ -92,7 +92,7 @@ def make_guest_listing(use: Use, records: Sequence[Record]) -> Listing:
     """List guests that run, and active ones of which that is not known."""
     rows = []
     for record in records:
-        used = use.used.get(record.compute)
+        used = use.measurements.get(record.compute)
         if used is None or (record.instance not in used and record.state != ACTIVE):
             continue
         amounts, limit = used.get(record.instance, {}), record.resources.get('MEMORY_MB', 0) * MIB or None

@@ -14,7 +14,7 @@ from ecomp.model.record import Record
 from ecomp.model.states import STAGES
 from ecomp.model.text import make_printable
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
-from ecomp.scheduler.queries.computes import find_silent
+from ecomp.scheduler.queries.computes import describe_if_silent
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.places import KeyIndex
 
@@ -36,7 +36,7 @@ def wait_and_report(
     Without `puts_addresses`, the caller prints the addresses of the table form, too.
     """
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
-    silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
+    silence = SilenceDetector(lambda compute: describe_if_silent(ctx.store, ctx.placement, compute))
 
     def print_console(record: Record) -> None:
         from ecomp.cli.enter import read_last_lines
@@ -54,7 +54,7 @@ def wait_and_report(
             wait_state = Wait(ctx.etcd_config, instance, deadline, show_status, instance_index, *callbacks)
             record = wait_for_stage(wait_state, stage, power)
         is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
-        if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
+        if is_old and (host := describe_if_silent(ctx.store, ctx.placement, record.compute)):
             reached = f'{instance}: reached {stage}, but its host {host}'
             raise StillGoing(f'{reached}. Try: eschedule hosts')
         if ctx.form == TABLE and puts_addresses and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):

@@ -341,7 +341,7 @@ def test_compute_measures_once_a_question_and_never_without_one(cloud: Cloud, ho
     audit_host(cloud, host)
     assert host.hypervisor.measured_count == 0
     for count in (1, 2):
-        used = reader.read().used[host.compute]
+        used = reader.read().measurements[host.compute]
         assert host.hypervisor.measured_count == count
         assert used[instance]['resident_memory_bytes'] == 64 * 2**20
         assert used[HOST]['disk_bytes'] > used[HOST]['disk_used_bytes'] > 0
@@ -358,7 +358,7 @@ def test_compute_that_is_not_among_the_selected_ones_does_not_measure(
 ) -> None:
     monkeypatch.setattr(usage, 'ANSWER_TIMEOUT_SECONDS', 0.5)
     other = cloud.make_compute()
-    assert UseReader(cloud.store, [other]).read().used.keys() == {other}
+    assert UseReader(cloud.store, [other]).read().measurements.keys() == {other}
     assert make_reader(cloud, host).read().reasons == {}
     assert host.hypervisor.measured_count == 1  # the questions are answered in their order
 
@@ -379,15 +379,15 @@ def test_older_or_frozen_compute_is_unknown_and_others_are_not(
     monkeypatch.setattr(usage, 'ANSWER_TIMEOUT_SECONDS', 2.0)  # enough for the other's answer on a busy machine
     older = cloud.make_compute()
     use = make_reader(cloud, host, older).read()
-    assert (use.used[older], use.reasons.keys()) == ({}, {older})
+    assert (use.measurements[older], use.reasons.keys()) == ({}, {older})
     assert use.reasons[older].startswith('its ecompute does not answer')
-    assert HOST in use.used[host.compute]
+    assert HOST in use.measurements[host.compute]
 
 
 def test_unreachable_hypervisor_is_the_reason_why_nothing_is_known(cloud: Cloud, host: Host) -> None:
     host.hypervisor.is_away = True
     use = make_reader(cloud, host).read()
-    assert (use.used, use.reasons) == ({host.compute: {}}, {host.compute: 'libvirt is away'})
+    assert (use.measurements, use.reasons) == ({host.compute: {}}, {host.compute: 'libvirt is away'})
     host.hypervisor.is_away = False
     assert make_reader(cloud, host).read().reasons == {}
 
@@ -412,7 +412,7 @@ def test_question_that_found_no_thread_is_answered_later(
         real(loop, moment)
 
     monkeypatch.setattr(Loop, 'schedule', schedule)
-    assert host.compute in make_reader(cloud, host).read().used
+    assert host.compute in make_reader(cloud, host).read().measurements
     assert (failures, host.hypervisor.measured_count) == ([], 1)
 
 

@@ -29,7 +29,7 @@ from ecomp.model.text import format_time
 from ecomp.placement import providers
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
-from ecomp.scheduler.queries.computes import find_silent
+from ecomp.scheduler.queries.computes import describe_if_silent
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, SMALL, Cloud, make_uuid
 from tests.kit.commands import Command, Result, run_eschedule, run_eschedule_process, write_config
@@ -301,7 +301,7 @@ def test_wait_goes_on_while_the_host_is_closed_or_starts(hosts: Hosts, monkeypat
 
 
 def _wait_in_thread(hosts: Hosts, instance: str) -> str:
-    silence = SilenceDetector(lambda compute: find_silent(hosts.cloud.store, hosts.cloud.placement, compute))
+    silence = SilenceDetector(lambda compute: describe_if_silent(hosts.cloud.store, hosts.cloud.placement, compute))
     config = EtcdConfig((hosts.cloud.etcd.endpoint,))
     wait = Wait(config, instance, Deadline(60), lambda _: None, silence=silence)
     return wait_for_stage(wait, 'addressed').state

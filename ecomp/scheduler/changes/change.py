@@ -56,7 +56,10 @@ Doubts = list[Mapping[str, Entry]]
 
 
 def retry_until_accepted(instance: str, change: str, cure: str, try_once: Callable[[Doubts], Answer | None]) -> Answer:
-    """Repeat `try_once` while it returns None, which means that its reads were stale."""
+    """Repeat `try_once` while it returns None (stale reads), or raise Conflict after MAX_TRIES.
+
+    An Unreachable becomes UnknownOutcome if an earlier write may have been done.
+    """
     doubts: Doubts = []
     for _ in range(MAX_TRIES):
         try:
@@ -120,6 +123,7 @@ def destroy(
 
 
 def _require_kind(record: Record, releases: bool) -> None:
+    """Raise Conflict for a destroy of an adopted instance, or a release of another one."""
     if record.is_adopted and not releases and record.state != ERROR:
         cure = f'eschedule release {record.instance}, then virsh undefine on its host'
         raise Conflict(f'{record.instance}: is adopted, so ecomp does not delete its domain. Fix: {cure}')
@@ -136,6 +140,7 @@ def require_unprotected(request: Request) -> None:
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
+    """Find an instance that is not gone, even one with a malformed record, or raise NotFound."""
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:
@@ -158,7 +163,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
-    """Return a function that commits the destroy, or returns None if stale, and a sentence."""
+    """Return a function that commits the destroy (None: the reads were stale), and a sentence."""
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute, doubts)
     record, compute = entries.record, entries.record.compute
@@ -206,7 +211,7 @@ def make_tombstone(store: Store, entries: InstanceEntries, successor: str | None
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:
     """Delete a record, its lease and its name, or return None if it was changed or requested.
 
-    That the instance has finished is not checked.
+    The caller has checked that the instance has finished.
     """
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
@@ -215,7 +220,7 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
         release = release_name(store, record.name, record.instance)
         return merge_changes(release, make_end(store, record.stack, record.instance))
 
-    settlement = Settlement(Touch(key), lambda read: None if key in read else revision)
+    settlement = Settlement(Touch(key), lambda current: None if key in current else revision)
     written = commit_with_shared(store, conditions, [Delete(key)], make_change, settlement=settlement)
     if written is not None and entries.record_entry is not None:
         try_revoke(store, entries.record_entry.lease)
@@ -233,7 +238,7 @@ def _read_membership(store: Store, record: Record) -> Membership | None:
 def _prepare_dequeue(
     store: Store, entries: InstanceEntries, entry: Entry, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
-    """Prepare to remove a request from its queue, even if a compute is taking it."""
+    """Return a function that ends a queued request, even one being taken, and a sentence."""
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
     conditions, removed = [Unchanged(entry.key, entry.revision)], [entry.key, keys.taker(entry.key)]
     record_key = keys.record('', instance)
@@ -284,7 +289,7 @@ def change_power(store: Store, instance: str, power: PowerAction, key_index: Key
 
     def read_and_write(doubts: Doubts) -> Acceptance | None:
         entries = find_living(store, instance, key_index)
-        entry, request = parse_changeable_request(entries)
+        entry, request = require_changeable_request(entries)
         if entries.record.is_adopted and entries.record.fault == UNDEFINED and power.action != START:
             cure = 'make it persistent on its host, with virsh dumpxml and virsh define'
             raise Conflict(f'{instance}: its domain is transient: once it is off, it is gone. Fix: {cure}')
@@ -302,7 +307,7 @@ def change_power(store: Store, instance: str, power: PowerAction, key_index: Key
     return retry_until_accepted(instance, power.action, f'eschedule show {instance}', read_and_write)
 
 
-def parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
+def require_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
     record, entry = entries.record, entries.request_entry
     if record.state not in (ACTIVE, STOPPED):
         raise Conflict(f'{record.instance}: {POWER_REFUSALS.get(record.state, f"is {record.state}")}')
@@ -319,6 +324,7 @@ def parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
 def _match_earlier_change(
     store: Store, entries: InstanceEntries, request: Request, power_change: PowerAction
 ) -> Acceptance | None:
+    """Return the answer if an earlier change makes a write needless, else None."""
     record, previous = entries.record, request.power
     if previous is not None and previous.id == power_change.id:
         return _make_acceptance(store, entries, power_change)  # committed by an earlier try whose answer was lost

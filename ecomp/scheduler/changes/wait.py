@@ -123,18 +123,19 @@ SILENCE_CHECK_SECONDS = 5.0
 
 
 class SilenceDetector:
-    """Ends the waits for a host that stays silent, for which `find_silent` returns a text."""
+    """Ends the waits for a host that stays silent, for which `describe_if_silent` returns a text."""
 
-    def __init__(self, find_silent: Callable[[str], str | None]) -> None:
-        self._find_silent = find_silent
+    def __init__(self, describe_if_silent: Callable[[str], str | None]) -> None:
+        self._describe_if_silent = describe_if_silent
         # {compute: (the time of the last check, of the first one that found it silent, its answer)}
         self._checks: dict[str, tuple[float, float, str | None]] = {}
 
     def check(self, instance: str, compute: str, awaited: str) -> None:
+        """Raise StillGoing if two consecutive checks have found the compute silent."""
         now = time.monotonic()
         checked_at, began_at, host = self._checks.get(compute, (-math.inf, now, None))
         if now >= checked_at + SILENCE_CHECK_SECONDS:
-            checked_at, began_at, host = now, now if host is None else began_at, self._find_silent(compute)
+            checked_at, began_at, host = now, now if host is None else began_at, self._describe_if_silent(compute)
             self._checks[compute] = checked_at, began_at, host
         if host is not None and checked_at > began_at:
             problem = f'its host {host} (the operation continues once the host is back)'
@@ -154,10 +155,10 @@ class Deadline:
 
 
 def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = None) -> Record:
-    """Return the record once `stage` is reached, also of an instance that is still missing.
+    """Wait until an instance, which may not exist yet, reaches `stage`, and return its record.
 
     A stage of an earlier boot does not count. If the guest was stopped at the start of the wait, or `power_change` is
-    pending, one of the current boot does not count either.
+    pending, a stage of the current boot does not count either.
     """
     first: Record | None = None
     instance = wait.instance
@@ -193,7 +194,7 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
 
 
 def is_before_boot(stage: str, first: Record, current: Record, power_change: PowerAction | None) -> bool:
-    """Return whether a boot's stage is of a boot before the awaited one."""
+    """Return whether `current` has this stage of a boot only from a boot before the awaited one."""
     if stage not in boots.STAGES or current.last_boot is None:
         return False
     return is_pending(power_change, first, current) or (first.state == STOPPED and first.last_boot == current.last_boot)
@@ -207,7 +208,7 @@ def is_pending(power_change: PowerAction | None, first: Record, current: Record)
 
 
 def wait_until_gone(wait: Wait) -> None:
-    """Return once the instance is gone or has no key, or raise StillGoing at the deadline."""
+    """Wait until the instance is gone or has no key, or raise StillGoing at the deadline."""
 
     def read(entry: Entry) -> Record:
         try:
@@ -221,15 +222,15 @@ def wait_until_gone(wait: Wait) -> None:
     wait.wait_until(is_reached, lambda _: 'its compute to destroy it', read, accepts_missing=True)
 
 
-def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
-    """Return the record once an accepted stop, start or reboot is carried out."""
-    instance, power = wait.instance, accepted.power
+def wait_for_power(wait: Wait, acceptance: Acceptance) -> Record:
+    """Wait until an accepted stop, start or reboot is carried out, and return the record."""
+    instance, power = wait.instance, acceptance.power
     assert power is not None  # otherwise there is nothing to wait for
 
     def is_reached(record: Record | None) -> bool:
         if record is None or record.state in (DESTROYING, GONE):
             raise NotFound(f'{instance}: destroyed during the wait')
-        if parse_action_id(record.power) not in (power.id, *accepted.previous_ids):
+        if parse_action_id(record.power) not in (power.id, *acceptance.previous_ids):
             raise Conflict(f'{instance}: another power change was requested during the wait')
         if not power.is_done(record.power):
             return False
@@ -243,7 +244,7 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 
 
 def wait_for_rebuild(wait: Wait, number: int) -> None:
-    """Return once the rebuild of this number is done, or raise EcompError if it has failed."""
+    """Wait until the rebuild of this number is done, or raise EcompError if it has failed."""
 
     def is_reached(record: Record | None) -> bool:
         if record is None or record.state in (DESTROYING, GONE):
@@ -320,6 +321,7 @@ class Wait:
                     self._tick(reader.compute, record, f'{backend} to answer', f'and {backend} did not answer', limit)
 
     def _tick(self, compute: str, record: Record | None, awaited: str, progress: str, limit: float) -> None:
+        """Report what is awaited and sleep, or raise StillGoing after `limit` seconds."""
         if self.silence is not None and compute and (record is None or is_on_host(record)):
             self.silence.check(self.instance, compute, awaited)
         spent = self.deadline.elapsed

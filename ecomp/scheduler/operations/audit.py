@@ -107,25 +107,22 @@ def audit(
             reports = _read_reports(store, last, revisions.get('', 0))
     findings += find_mute(last)
     as_of = 'now' if is_now else 'at most two minutes ago'
-    summary = f'{_count_compared(len(reports), last)} were compared, as of {as_of}'
+    counted = ((len(reports), 'compute'), (sum(map(last.is_living, last.records)), 'living instance'))
+    compared = ' and '.join(f'{number} {name}{"" if number == 1 else "s"}' for number, name in counted)
+    summary = f'{compared} were compared, as of {as_of}'
     full = {last.named_computes.format_name(compute): each.omitted for compute, each in reports.items() if each.omitted}
     notes = [f'compute {name} has {count} more findings than its report has room for' for name, count in full.items()]
     from_hosts = [finding for _, each in sorted(reports.items()) for finding in each.findings]
     return Report(findings, from_hosts, summary, last, (first_etcd, etcd), tuple(notes))
 
 
-def _count_compared(reported_count: int, world: World) -> str:
-    counted = ((reported_count, 'compute'), (sum(map(world.is_living, world.records)), 'living instance'))
-    return ' and '.join(f'{number} {name}{"" if number == 1 else "s"}' for number, name in counted)
-
-
 @contextmanager
 def ask(
     store: Store, *parts: str, computes: Collection[str] | None = None, value: str | None = None
 ) -> Iterator[Mapping[str, int]]:
-    """Put the questions of a new audit for the block, and yield their revisions by part.
+    """Keep questions to the computes in etcd for the block, and yield {part of a key: revision}.
 
-    Only `computes` look at themselves, or all for None.
+    The part '' asks `computes`, or all for None, to look at themselves. `value` replaces the usual value of the keys.
     """
     if value is None:
         value = dump({'version': 1, **({} if computes is None else {'computes': list(computes)})})
@@ -283,7 +280,7 @@ def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Repairs:
-    """Repairs findings whose keys are still as in `world`."""
+    """Repairs findings, and raises StaleFindingError if their keys are not as in `world`."""
 
     store: Store
     placement: Placement
@@ -292,6 +289,7 @@ class Repairs:
     now: str = ''
 
     def carry_out(self, finding: Finding) -> str:
+        """Repair one finding, and return a sentence about the repair or the error."""
         try:
             return self.repair(finding)
         except StaleFindingError:

@@ -40,7 +40,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow placement on a compute, after its next start if it is not alive."""
+    """Allow placement on a compute, once it is alive, and return a sentence."""
     require_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(placement, compute, providers.TRAITS, lambda old: status.apply_enable(old, alive))
@@ -51,7 +51,7 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
 
 
 def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
-    """Return the number of instances on a compute or with a claim there, and a line for each."""
+    """Return a line with the number of instances on or claimed on a compute, and one for each."""
     # First: later deliveries are then seen as requests.
     consumers = allocations.read_provider_allocations(placement, compute)
     world = read_world(store)
@@ -69,8 +69,8 @@ def change_guests(
 ) -> Collection[str]:
     """Stop the guests of a compute for a drain, or start those that a drain stopped.
 
-    This adds to `changed_guests`, and stops none of these again. The guests that are not off yet, or whose start was
-    refused, are returned.
+    This adds to `changed_guests`, and stops none of these again. It returns the guests that are not off yet, or whose
+    start was refused.
     """
     from ecomp.scheduler.changes.change import change_power
 
@@ -105,9 +105,9 @@ def wait_until_drained(  # noqa: PLR0913
     report: Callable[[str], None],
     stop_guests: Callable[[], Collection[str]] | None = None,
 ) -> None:
-    """Return once a disabled compute has no request, no claim and no earlier attempt in flight.
+    """Wait until a disabled compute has no request, no claim and no earlier attempt in flight.
 
-    With `stop_guests`, the guests that it returns count instead of requests and claims.
+    With `stop_guests`, the guests it returns count instead of requests and claims. `deadline` ends in StillGoing.
     """
     # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
     # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.
@@ -150,7 +150,6 @@ def require_provider(placement: Placement, compute: str, display_name: str) -> N
 
 
 def make_not_found(display_name: str, provider_name: str | None = None) -> NotFound:
-    """Make the error for a uuid without a compute of ours."""
     why = f': placement has a provider with this uuid, {provider_name}, but no ecompute created this provider'
     return NotFound(f'{display_name}: no host has this name or uuid{why if provider_name is not None else ""}')
 

@@ -24,15 +24,15 @@ class Use(NamedTuple):
     """What computes use, with rates, or the `reasons` why that is not known."""
 
     computes: Computes
-    used: Mapping[str, Measurement]
+    measurements: Mapping[str, Measurement]
     reasons: Mapping[str, str]
 
 
 class UseReader:
-    """Asks the selected computes, or all, and knows rates from the second read() on."""
+    """Asks these computes, or all if none is given, and knows rates from the second read() on."""
 
-    def __init__(self, store: Store, selected: Collection[str]) -> None:
-        self._store, self._selected = store, selected
+    def __init__(self, store: Store, computes: Collection[str]) -> None:
+        self._store, self._selection = store, computes
         self._before, self._due = dict[str, Measurement](), 0.0
 
     def read(self) -> Use:
@@ -42,11 +42,11 @@ class UseReader:
         self._due = began + MIN_INTERVAL_SECONDS  # also if etcd refuses the connection
         known = read_computes(self._store)
         # Anything may stand below /computes/.
-        computes = set(self._selected) or set(filter(keys.is_uuid, {*known.living, *known.stored_hostnames}))
+        computes = set(self._selection) or set(filter(keys.is_uuid, {*known.living, *known.stored_hostnames}))
         self._due = began + MIN_INTERVAL_SECONDS + INTERVAL_SECONDS_PER_COMPUTE * len(computes)
         reasons, answers = dict.fromkeys(computes, 'its ecompute is not alive. Try: eschedule hosts'), {}
         # A compute measures once for each question.
-        with ask(self._store, keys.USAGE_QUESTION, value=' '.join(self._selected)) as revisions:
+        with ask(self._store, keys.USAGE_QUESTION, value=' '.join(self._selection)) as revisions:
             asked = dict.fromkeys(computes & known.living.keys(), revisions[keys.USAGE_QUESTION])
             answered = wait_for_answers(self._store, keys.USAGE, asked, ANSWER_TIMEOUT_SECONDS)
             entries = self._store.read([keys.usage(compute) for compute in sorted(answered)])

@@ -141,7 +141,7 @@ def _explain_lack(placement: Placement, claim: Allocations, target: Allocations)
 
 
 def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
-    """Request a rebuild, and return a sentence about it, and its number."""
+    """Request a rebuild, and return a sentence about it, and the number of the rebuild."""
     numbers = [-1]
 
     def make(request: Request, _record: Record) -> Rewriting | None:
@@ -165,7 +165,7 @@ def _rewrite(store: Store, instance: str, make: MakeRewriting, key_index: KeyInd
 
     def read_and_write(doubts: change.Doubts) -> bool | None:
         entries = find_living(store, instance, key_index)
-        entry, request = change.parse_changeable_request(entries)
+        entry, request = change.require_changeable_request(entries)
         if (made := make(request, entries.record)) is None:
             return False
         fields, (conditions, operations) = made

@@ -96,14 +96,12 @@ def _parse_uuid(argument: str) -> str | None:
 
 
 def read_computes(store: Store) -> Computes:
-    """Read which computes are alive, by a key on a lease, and the names of all computes."""
     # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     names = store.snapshot(keys.HOSTNAMES).entries
     return parse_computes(store.snapshot(keys.COMPUTES).entries, names)
 
 
 def read_troubles(store: Store) -> dict[str, Trouble]:
-    """Read why computes, alive or not, cannot build."""
     entries = store.snapshot(keys.TROUBLES).entries
     return {keys.get_last_part(key): parse_trouble(entry.value) for key, entry in entries.items() if entry.lease}
 
@@ -159,7 +157,7 @@ def read_last_seen(store: Store, silent: Collection[str]) -> dict[str, str]:
     return last_seen
 
 
-def find_silent(store: Store, placement: Placement, compute: str) -> str | None:
+def describe_if_silent(store: Store, placement: Placement, compute: str) -> str | None:
     """Return `hv2 is silent since 16:35:54`, or None if it is not known to be silent."""
     with suppress(EcompError):
         if not is_alive(store, compute) and read_absent_states(placement, [compute]).get(compute, SILENT) == SILENT:
@@ -237,7 +235,6 @@ def find_running(store: Store, instance: str) -> Record:
 
 
 def make_not_ready(record: Record) -> StillGoing:
-    """Make the error for a guest that has not started, or has no address, yet."""
     lack = 'not started' if record.state != ACTIVE else 'not ready' if record.address else 'no address'
     problem = f'{record.instance}: {lack} yet: {record.state}, waiting for {describe_wait(record)}'
     return StillGoing(f'{problem}. Try: eschedule wait {record.instance} --for ready')
