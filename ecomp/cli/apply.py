@@ -96,9 +96,9 @@ class _Apply:
         prune, names = self.ctx.options.prune, [each.order.name or '' for each in self.file.instances.values()]
         state = self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
         # A replacement gets the name that the instance has, also if --destroy-first reads the stack again without it.
-        desired = plan.keep_names(self.file.instances, state.existing)
+        desired = plan.keep_names(self.file.instances, state.current)
         self.file = replace(self.file, instances=desired)
-        steps = plan.plan_steps(desired, state.existing, state.owners, self.replaced, prune, self.ctx.options.resize)
+        steps = plan.plan_steps(desired, state.current, state.owners, self.replaced, prune, self.ctx.options.resize)
         if replaced := [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]:
             self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, state, replaced)
         steps = [self._keep_silent(step) for step in steps]
@@ -352,7 +352,7 @@ def _report_no_room(run: _Apply, error: NoCapacity, backend: offer.Backend, chan
             if not line.startswith('Try: --count'):  # an option of create
                 say(line)
 
-        refusal = Refusal(order.query or '', places=error.placed)
+        refusal = Refusal(order.query or '', places=error.places)
         report_reasons(ctx.store, backend, refusal, order.group, say_unless_about_count)
 
     return report_refusal(ctx, error, explain)
@@ -378,7 +378,7 @@ def _summarize(run: _Apply, is_preview: bool) -> None:
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
     would = 'would have ' if is_preview or (run.select(plan.TAKEN) and run.select(*plan.CHANGES, plan.RESIZE)) else ''
     run.ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
-    requests = [run.state.existing[step.entry].request for step in run.select(plan.KEEP)]
+    requests = [run.state.current[step.entry].request for step in run.select(plan.KEEP)]
     if pending := sum(request is not None and request.resize is not None for request in requests):
         run.ctx.out.say(f'{pending} of them get their new size when they start. Try: eschedule reboot')
     differing = [(step.member, reason) for step in run.select(*_UNLIKE) for reason in step.reasons]

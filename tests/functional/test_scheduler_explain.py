@@ -138,12 +138,12 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
 
 def test_compute_excluded_by_the_limit_is_explained(world: ExplainedCluster) -> None:
     named_compute, _ = world.make_compute('hv1'), world.make_compute('hv2')
-    assert world.explain(f'{GUEST_QUERY}&limit=1', named=[named_compute]) == [
+    assert world.explain(f'{GUEST_QUERY}&limit=1', providers=[named_compute]) == [
         'hv1: has room now. Try: the same command again',
         'hv2: has room, but limit=1 makes placement offer other computes. Fix: remove limit=1',
     ]
     web = Group('web', ANTI_AFFINITY, True, {'a': named_compute})
-    (first, second) = world.explain(f'{GUEST_QUERY}&limit=1', group=web, named=[named_compute])
+    (first, second) = world.explain(f'{GUEST_QUERY}&limit=1', group=web, providers=[named_compute])
     assert first == 'hv1: group web has a member there (strict anti-affinity)'
     assert second == 'hv2: has room, but limit=1 makes placement offer other computes. Fix: remove limit=1'
 

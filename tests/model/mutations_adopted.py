@@ -19,7 +19,7 @@ ADOPTED = {
         make_bug('ecomp.scheduler.placing.adopt:adopt', drop_statement('apply_adoption')), _NOT_DISABLED,
         'adopted_beside_a_create'),
     'reserved is lowered after the claim': make_bug(
-        'ecomp.scheduler.placing.adopt:adopt', drop_statement('_require_left_out'), 'adopted_and_interrupted'),
+        'ecomp.scheduler.placing.adopt:adopt', drop_statement('_require_unreserved'), 'adopted_and_interrupted'),
     'an adoption names guests that it has adopted before': make_bug('ecomp.scheduler.placing.adopt:adopt',
         replace_assignment('unmarked', 'list(guests)'), 'released_beside_an_adoption'),
     'an undone adoption enables its host before it reserves again': make_bug(

@@ -45,7 +45,7 @@ EVACUATED = {
         'ecomp.scheduler.placing.evacuate:evacuate', replace_call('undo', 'None'), 'evacuated_beside_forget'),
     'a failed evacuation counts guests that stay': make_bug(
         'ecomp.scheduler.placing.evacuate:_Evacuation.describe_moved',
-        replace_return("f'{len(self.guests)} instances were evacuated before' if self.moved else ''"),
+        replace_return("f'{len(self.guests)} instances were evacuated before' if self.departures else ''"),
         'evacuation_repeated'),
     'a failed evacuation says that it changed nothing': make_bug(
         'ecomp.scheduler.placing.evacuate:_Evacuation.describe_moved', return_constant(''), 'evacuation_repeated'),

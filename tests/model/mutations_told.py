@@ -120,7 +120,7 @@ PAIRED = {
         make_bug('ecomp.scheduler.placing.session:read_earlier_claims', return_constant(({}, {}))),
         make_bug('ecomp.placement.allocations:claim', never('elsewhere')), 'resumed_after_a_restore'),
     'neither a create nor its delivery looks for an earlier record': make_pair(
-        make_bug('ecomp.scheduler.placing.create:_find_delivered', return_constant({})),
+        make_bug('ecomp.scheduler.placing.create:_find_deliveries', return_constant({})),
         make_bug('ecomp.shared.ends:deliver', drop_statement('record', 'append')), 'destroyed_and_asked_again'),
     'forget neither refuses nor looks before it releases': make_pair(
         make_bug('ecomp.scheduler.operations.forget:forget', never('reason')),

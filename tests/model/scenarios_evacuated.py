@@ -69,7 +69,7 @@ def run_evacuation(cloud: Cloud) -> list[Evacuated]:
     require_silence(store, A, 'A')
     disable(cloud.placement, A, 'A')
     scheduler = Scheduler(store, lambda: answer, owner, random.Random(1), lambda: NOW)
-    evacuate(scheduler, A, 'A', outcomes.append)
+    evacuate(scheduler, A, 'A', outcomes.append, with_protected=False)
     return outcomes
 
 

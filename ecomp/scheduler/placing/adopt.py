@@ -106,7 +106,7 @@ def adopt(  # noqa: PLR0913
             providers.create_missing_traits(placement, status.STATUS_TRAITS)
             providers.change_names(placement, compute, providers.TRAITS, status.apply_adoption)
             failpoint('adoption-disabled')
-            _require_left_out(session.store, compute, display_name, set(remaining))
+            _require_unreserved(session.store, compute, display_name, set(remaining))
             require_room(placement, compute, display_name, remaining)
         for start in range(0, len(remaining), BLOCK_SIZE):
             block = dict(list(remaining.items())[start : start + BLOCK_SIZE])
@@ -140,7 +140,7 @@ def _enable(session: Session, compute: str) -> None:
 
 
 def _find_known(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
-    """Return the guests that are adopted already, and the records of former adoptions."""
+    """Return the guests adopted already, and records of former adoptions, or raise Conflict."""
     store, index = session.store, read_index(session.store)
     _require_only_here(session, compute, guests, index)
     queued = {keys.get_queued_instance(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
@@ -184,7 +184,7 @@ def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
         raise Conflict(f'{adoptee.guest.name}: is being released. Try: the same command once it is gone')
 
 
-def _require_left_out(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
+def _require_unreserved(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
     found, problems = read_foreign(store, [compute])
     if gone := instances - {each.instance for each in found[compute].guests}:
         raise NotFound(f'{display_name} has no guest {join_some(sorted(gone), 5)} any more')
@@ -202,12 +202,12 @@ def require_room(placement: Placement, compute: str, display_name: str, guests: 
         raise NoCapacity(f'{display_name} has too little room for the guests to adopt ({len(guests)}): {cure}')
 
 
-def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, given_back: Resources) -> dict[str, int]:
-    """Return how much each class lacks, if what is reserved now for `given_back` is free."""
+def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, own_reserve: Resources) -> dict[str, int]:
+    """Return {class: shortage}, where what is reserved for `own_reserve` counts as free."""
     lacking = {}
     for name, amount in sorted(needed.items()):
         held = inventory.get(name, Inventory(0))
-        own = min(held.reserved, given_back.get(name, 0)) * held.allocation_ratio
+        own = min(held.reserved, own_reserve.get(name, 0)) * held.allocation_ratio
         lacking[name] = math.ceil(held.used + amount - held.capacity - own)
     return {name: lack for name, lack in lacking.items() if lack > 0}
 

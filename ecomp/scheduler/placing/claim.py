@@ -70,7 +70,7 @@ def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
 
 
 def read_settled_group(store: Store, membership: Membership | None) -> Group | None:
-    """Read the group that an order names, or make it without writing it."""
+    """Read the group that an order names, or make it without writing it, or raise UsageError."""
     if membership is None:
         return None
     existing = load_group(store, membership.name)[0]
@@ -126,6 +126,7 @@ class Claimer:
         return set().union(*(call.result() for call in done))
 
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
+        """Claim in one call or, if that is refused, in halves, and return the instances claimed."""
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
@@ -153,11 +154,11 @@ class Claimer:
             return self.read_highest_released(claims)
 
         def check() -> None:
-            self.check(summarize_instances(claims))
+            self.require_ours(summarize_instances(claims))
 
         claim(self.placement, claims, self.requester, check, read_min_generation, movable_before)
 
-    def check(self, instances: str) -> None:
+    def require_ours(self, instances: str) -> None:
         if not self.is_attempt_ours():
             raise Conflict(f'{instances}: another eschedule took over this uuid, or this eschedule was too slow')
 
@@ -166,19 +167,19 @@ class Claimer:
         return all(name is not None for name in names)
 
 
-def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
-    """Split a claim by compute into blocks for concurrent calls."""
+def split_into_blocks(candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
+    """Split a claim into blocks for concurrent calls, or not if blocks would share a provider."""
     parts: list[dict[str, Candidate]] = [{}]
     by_compute: dict[str, dict[str, Candidate]] = {}
-    for instance, candidate in wanted_candidates.items():
+    for instance, candidate in candidates.items():
         by_compute.setdefault(candidate.compute, {})[instance] = candidate
-    for candidates in by_compute.values():
-        if parts[-1] and len(parts[-1]) + len(candidates) > MAX_INSTANCES_PER_CALL:
+    for batch in by_compute.values():
+        if parts[-1] and len(parts[-1]) + len(batch) > MAX_INSTANCES_PER_CALL:
             parts.append({})
-        parts[-1].update(candidates)
+        parts[-1].update(batch)
     # Two calls that share a provider would conflict.
     sets = [{provider for candidate in part.values() for provider in candidate.allocations} for part in parts]
-    return parts if sum(map(len, sets)) == len(set().union(*sets)) else [wanted_candidates]
+    return parts if sum(map(len, sets)) == len(set().union(*sets)) else [candidates]
 
 
 def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
@@ -198,10 +199,10 @@ def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candid
 
 
 def abandon(store: Store, placement: Placement, instances: Iterable[str], attempt: str, revision: int) -> bool:
-    """Release and note the claims of instances that are neither delivered nor in use.
+    """Release the claims of unused instances, and return whether all claims are released.
 
-    An instance is in use if another process took over the attempt, or if a compute takes it from a queue. The result
-    says whether all claims are released.
+    An instance is used if it is delivered, if another process took over the attempt, or if a compute takes it from a
+    queue.
     """
     own, made = Unchanged(keys.attempt(attempt), revision), (keys.request, keys.record)
 
@@ -260,26 +261,26 @@ def _require_oldest(store: Store, attempt: str, value: Mapping[str, object], rev
             raise Conflict(f'{attempt}: {problem}. Fix: {cure}')
 
 
-def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
-    """Return the change that takes {instance: name or None}, or raise Conflict if one is taken."""
+def reserve_names(store: Store, names: Mapping[str, str | None], old_instances: Collection[str] = ()) -> Change:
+    """Return the change that gives instances these names, or raise Conflict if a name is taken."""
     named = {name: instance for instance, name in names.items() if name is not None}
     entries = store.read([keys.name(name) for name in named]) if named else {}
     conditions = [
-        require_free_name(store, name, entries.get(keys.name(name)), {instance, *replaced})
+        require_free_name(store, name, entries.get(keys.name(name)), {instance, *old_instances})
         for name, instance in named.items()
     ]
     return conditions, [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()]
 
 
-def require_free_name(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
-    """Return the condition that keeps a name's key, or raise Conflict if the name is taken."""
+def require_free_name(store: Store, name: str, entry: Entry | None, owners: Collection[str]) -> Unchanged:
+    """Return the condition that a name stays free, or raise Conflict if another instance has it."""
     if entry is None:
         return Unchanged(keys.name(name), 0)
     from ecomp.scheduler.queries.find import find  # most names are free
 
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
     owner = parse_name_holder(entry)
-    current = find(store, owner) if owner not in admitted else None
+    current = find(store, owner) if owner not in owners else None
     if current is not None and current.record.state not in (GONE, ERROR):
         cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
         state = ', which is being destroyed' if current.is_destroying else ''

@@ -23,14 +23,7 @@ from ecomp.placement.allocations import Requester
 from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms, reserve_names
 from ecomp.scheduler.placing.offer import Backend
 from ecomp.scheduler.placing.sample import SampledPlacer
-from ecomp.scheduler.placing.session import (
-    DeliveryRefused,
-    NoRoom,
-    Scheduler,
-    Session,
-    report_unchanged,
-    require_complete,
-)
+from ecomp.scheduler.placing.session import DeliveryRefused, NoRoom, Scheduler, Session, add_unchanged, require_complete
 from ecomp.shared.attempts import MAX_OFFER_AGE_SECONDS, list_leased
 from ecomp.shared.names import Excluded, charge_quota, try_revoke
 from ecomp.store.client import Store
@@ -42,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
+def _find_deliveries(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
     """Return {instance: outcome} of the deliveries under this uuid."""
     if not resume:  # the uuid was generated here
         return {}
@@ -113,8 +106,8 @@ def create(
     """
     refuse_big_order(order)
     store, user = scheduler.store, Requester(order.user_id, order.project_id)
-    with report_unchanged():
-        delivered = _find_delivered(store, order, resume)
+    with add_unchanged():
+        delivered = _find_deliveries(store, order, resume)
         if delivered:
             return delivered
         terms = read_terms(store, order, order.instances)
@@ -162,9 +155,10 @@ class _Creation:
     claimed_elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def announce(self) -> dict[str, DeliveryOutcome]:
+        """Announce the attempt, and return the outcomes if another process has just delivered."""
         self.session.announce(self.order.query)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
-        return _find_delivered(self.session.store, self.order, self.session.resume)
+        return _find_deliveries(self.session.store, self.order, self.session.resume)
 
     def claim(self, terms: Terms, sample_above: int | None) -> ClaimedSet:
         session, order, resume = self.session, self.order, self.session.resume
@@ -258,7 +252,6 @@ class _Creation:
 
 
 def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = None) -> Lot:
-    """Return the lot of these instances of an order, or of all."""
     membership = terms.group.membership if terms.group is not None else None
     names = order.instances if instances is None else instances
     return Lot(order.query or '', membership, order.weigh, tuple(names), order.minimum, order.image or '')
@@ -276,10 +269,9 @@ def make_refusal(
     order: SetOrder, terms: Terms, no_room: NoRoom, get_computes: Callable[[], Computes], is_raced: bool = False
 ) -> NoCapacity:
     """Make the error, which is TooFew for a set with some places and NoCapacity otherwise."""
-    placed = no_room.placed
-    if order.count > 1 and placed:
+    if order.count > 1 and (places := no_room.places):
         required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
-        return TooFew(describe_room(len(placed), order.count, terms.group) + required, placed)
+        return TooFew(describe_room(len(places), order.count, terms.group) + required, places)
     ((offer,), computes) = no_room.offers.values(), get_computes()
     candidates, skipped = choose(offer, computes.living, order.weigh, random.Random(0))
     # Another cloud may use this placement.

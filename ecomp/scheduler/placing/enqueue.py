@@ -82,26 +82,29 @@ def enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Put a request into its queue, or return False if it was requested before.
+    """Put a request into its queue, or return False if the instance was requested before.
 
-    Without `resume` that is looked for only after a try that failed.
+    Without `resume` an earlier request is looked for only after a failed try.
+
+    Raises:
+        Conflict: the uuid was requested differently, its name is taken, or other processes changed its keys.
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
     instance = queue_entry.instance
     if not resume:
         _require_allowed(store, queue_entry)  # before anything is written
-    elif _is_enqueued(store, queue_entry):
+    elif _confirm_enqueued(store, queue_entry):
         return False
     lease = store.grant(keys.ATTEMPT_SECONDS)
     try:
         value = {'version': 1, 'instances': [instance], 'query': queue_entry.flavor.query, **owner}
         revision = announce(store, lease, instance, value, resume)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
-        if resume and _is_enqueued(store, queue_entry):
+        if resume and _confirm_enqueued(store, queue_entry):
             return False
         # A taker may have moved it, and a user destroyed it, before a lost answer was settled.
-        if _commit(store, queue_entry, flavor_revision, user_data, revision) or _is_enqueued(store, queue_entry):
+        if _commit(store, queue_entry, flavor_revision, user_data, revision) or _confirm_enqueued(store, queue_entry):
             failpoint('queued')
             return True
         if resume:
@@ -132,7 +135,7 @@ def _commit(
         written = commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement)
     except Excluded:
         # After a lost answer, the request itself may be what its quota and its group have no room beside.
-        if _is_enqueued(store, entry):
+        if _confirm_enqueued(store, entry):
             return True
         _require_allowed(store, entry)
         raise Conflict(f'{instance}: other processes keep changing its quota. Try: the same command again') from None
@@ -144,7 +147,7 @@ def _require_allowed(store: Store, queue_entry: QueueEntry) -> None:
     read_terms(store, queue_entry, [queue_entry.instance]).count_allowed(queue_entry.flavor.resources, 1, 1)
 
 
-def _is_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
+def _confirm_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
     entries = find(store, queue_entry.instance)
     if entries is None:
         return False

@@ -72,7 +72,7 @@ def plan_moves(
     """
     moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Evacuee]()
     for guest in guests:
-        if refusal := _refuse(planner, guest.request, dead, with_protected):
+        if refusal := _find_refusal(planner, guest.request, dead, with_protected):
             moves.append(Move(guest, None, *refusal))
             continue
         request = guest.request
@@ -107,7 +107,7 @@ def _find_staying_member(planner: Planner, group: str, dead: Collection[str], mo
     return next((each for each, compute in members.items() if compute in dead and each not in moving), '')
 
 
-def _refuse(
+def _find_refusal(
     planner: Planner, request: Request | InvalidRequest, dead: Collection[str], with_protected: bool
 ) -> tuple[str, bool] | None:
     """Return why a request cannot be placed at all, and whether that is known."""
@@ -206,15 +206,12 @@ def require_silence(store: Store, compute: str, display_name: str) -> Unchanged:
 
 
 def evacuate(
-    scheduler: Scheduler,
-    compute: str,
-    display_name: str,
-    report: Callable[[Evacuated], None],
-    with_protected: bool = False,
+    scheduler: Scheduler, compute: str, display_name: str, report: Callable[[Evacuated], None], with_protected: bool
 ) -> list[str]:
     """Place again each guest of a compute that the operator has fenced and disabled.
 
-    `report` gets each outcome. Then the claims there without a request are released, and their consumers returned.
+    `report` gets the outcome of each guest. Then the claims on the compute that no request owns are released. The
+    consumers of these are returned.
     """
     require_silence(scheduler.store, compute, display_name)
     session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))
@@ -254,10 +251,10 @@ class _Evacuation:
     replacements: dict[str, _Replacement] = field(default_factory=dict)
     # Why guests stay.
     reasons: dict[str, str] = field(default_factory=dict)
-    moved: set[str] = field(default_factory=set)
+    departures: set[str] = field(default_factory=set)
 
     def describe_moved(self) -> str:
-        return f'{len(self.moved)} instances were evacuated before' if self.moved else ''
+        return f'{len(self.departures)} instances were evacuated before' if self.departures else ''
 
     def move_all(self) -> None:
         self._read_guests()
@@ -270,7 +267,7 @@ class _Evacuation:
                 break
             self._move(chosen)
             requested = self.session.store.snapshot(keys.request_prefix(self.compute), keys_only=True).entries
-            if self.moved.issuperset(map(keys.get_last_part, requested)):
+            if self.departures.issuperset(map(keys.get_last_part, requested)):
                 return
             self._read_guests()  # also those that an attempt in flight has delivered since
         self._release_adopted()
@@ -323,7 +320,7 @@ class _Evacuation:
                 self.reasons[old] = str(error)
 
     def _take_claim(self, replacement: _Replacement, claim: Allocations, index: KeyIndex) -> _Replacement:
-        """Add an earlier attempt's claim to the replacement, or choose another uuid for it."""
+        """Return the replacement with an earlier attempt's claim, or with another uuid if need be."""
         while True:
             instance, claimed_on = replacement.instance, find_compute(claim)
             is_listed = instance in index.requests or instance in index.records
@@ -353,6 +350,7 @@ class _Evacuation:
         self.session.announce(None, partial(require_ended, other, owner, outcome=outcome))
 
     def _plan(self) -> dict[str, Candidate]:
+        """Return {guest: where to place it again}, and note in `reasons` why the others stay."""
         guests = [
             guest for old, guest in self.guests.items()
             if old in self.replacements or isinstance(guest.request, InvalidRequest)
@@ -403,6 +401,7 @@ class _Evacuation:
         return list(units.values())
 
     def _deliver_some(self, units: Sequence[Sequence[str]], targets: Mapping[str, Candidate]) -> list[Sequence[str]]:
+        """Deliver the replacements of these units, and return the units to try again."""
         silent = require_silence(self.session.store, self.compute, self.display_name)
         if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
@@ -477,5 +476,5 @@ class _Evacuation:
     def _report_moved(self, old: str, candidate: Candidate) -> None:
         request, new, *_ = self.replacements[old]
         self.session.attempted.remove(new)
-        self.moved.add(old)
+        self.departures.add(old)
         self.report(Evacuated(old, request.name, new, candidate.compute))

@@ -56,8 +56,8 @@ class Refusal:
     places: Sequence[Candidate] = ()
     # The argument of --on: then only that compute has a line.
     on: str | None = None
-    # The providers that were offered.
-    named: Collection[str] = ()
+    # The providers that placement offered.
+    providers: Collection[str] = ()
 
 
 def report_reasons(
@@ -69,9 +69,9 @@ def report_reasons(
     def find_reasons() -> None:
         try:
             placement, offer = backend.result()
-            named = {uuid for allocations in offer.candidates for uuid in allocations}
+            providers = {uuid for allocations in offer.candidates for uuid in allocations}
             group = read_settled_group(store, membership)
-            lines.set_result(list_reasons(store, placement, replace(refusal, group=group, named=named)))
+            lines.set_result(list_reasons(store, placement, replace(refusal, group=group, providers=providers)))
         except BaseException as error:
             lines.set_exception(error)
 
@@ -95,16 +95,16 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
     except UnsupportedQueryError as error:
         return [f'what each compute lacks is unknown: {error}']
     computes = read_computes(store)
-    requested = [each.any_of[0] for each in constraints if isinstance(each, Requirement) and each.argument]
+    on = [each.any_of[0] for each in constraints if isinstance(each, Requirement) and each.argument]
     living = sorted(computes.living, key=lambda each: (not computes.find_hostname(each), computes.format_name(each)))
     examination = _examine(store, placement, constraints, living, computes, refusal)
     for compute in examination.with_room:
         examination.texts[compute] = _explain_room(compute, refusal, examination.ages_seconds.get(compute))
     _add_troubles(store, examination.texts)
     dead = dict.fromkeys(sorted(computes.stored_hostnames.keys() - computes.living.keys()), 'is not alive')
-    if requested:
+    if on:
         texts = {**dead, **examination.texts}
-        lines = [f'{refusal.on}: {texts.get(each, "is not alive")}' for each in requested]  # the caller knows it exists
+        lines = [f'{refusal.on}: {texts.get(each, "is not alive")}' for each in on]  # the caller knows it exists
     else:
         texts = {**examination.shorten(), **dead}
         lines = [f'{computes.format_name(compute)}: {text}' for compute, text in texts.items()]
@@ -112,7 +112,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
         lines += [f'{hidden} more computes are not shown: none of them lacks less'] if hidden else []
     if examination.with_room:
         return lines
-    advice = _make_advice(placement, constraints, examination.misses, computes, requested)
+    advice = _make_advice(placement, constraints, examination.misses, computes, on)
     return [*lines, *advice[:1], f'Try: --count {len(refusal.places)}'] if refusal.places else [*lines, *advice]
 
 
@@ -151,29 +151,29 @@ def _examine(
     store: Store,
     placement: Placement,
     constraints: Sequence[Constraint],
-    chosen: Sequence[str],
+    uuids: Sequence[str],
     computes: Computes,
     refusal: Refusal,
 ) -> _Examination:
-    """Examine these computes, and with newer data again those that have room or are disabled."""
+    """Examine computes by uuid, and with newer data again those that have room or are disabled."""
     reported = read_facts(store)
-    examination = _compare(constraints, chosen, computes, reported.facts, refusal)
+    examination = _examine_by_facts(constraints, uuids, computes, reported.facts, refusal)
     if doubtful := [each.provider for each in examination.misses if each.is_candidate or each.failures[0].is_disabled]:
-        newer = _update_facts(store, placement, reported.facts, doubtful[:MAX_NEAREST_COMPUTES])
-        examination = _compare(constraints, chosen, computes, {**reported.facts, **newer}, refusal)
+        newer = _reread_facts(store, placement, reported.facts, doubtful[:MAX_NEAREST_COMPUTES])
+        examination = _examine_by_facts(constraints, uuids, computes, {**reported.facts, **newer}, refusal)
         for compute in newer.keys() & set(examination.with_room):
-            examination.ages_seconds[compute] = reported.read_age_seconds(store, compute)
+            examination.ages_seconds[compute] = store.read_lease_age(reported.leases[compute])
     return examination
 
 
-def _compare(
-    query: Sequence[Constraint], chosen: Iterable[str], computes: Computes, facts: Mapping[str, Facts], refusal: Refusal
+def _examine_by_facts(
+    query: Sequence[Constraint], uuids: Sequence[str], computes: Computes, facts: Mapping[str, Facts], refusal: Refusal
 ) -> _Examination:
     takers, taken = [each.compute for each in refusal.places], dict[str, list[Resources]]()
     for candidate in refusal.places:
         taken.setdefault(candidate.compute, []).append(candidate.allocations[candidate.compute])
     examination = _Examination()
-    for compute in chosen:
+    for compute in uuids:
         if compute not in computes.living:
             continue
         of_compute = facts.get(compute, NO_FACTS)
@@ -195,11 +195,11 @@ def _add_troubles(store: Store, texts: dict[str, str]) -> None:
             texts[compute] = f'cannot build: {trouble}; {texts[compute]}'
 
 
-def _update_facts(
-    store: Store, placement: Placement, facts: Mapping[str, Facts], selected: Iterable[str]
+def _reread_facts(
+    store: Store, placement: Placement, facts: Mapping[str, Facts], computes: Iterable[str]
 ) -> dict[str, Facts]:
     disabled, updated = find_with_trait(placement, DISABLED), dict[str, Facts]()
-    for compute in selected:
+    for compute in computes:
         entries = store.snapshot(keys.request_prefix(compute)).entries
         held = sum_usage(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
         traits = {*facts[compute].traits} - {DISABLED} | ({DISABLED} if compute in disabled else set())
@@ -209,10 +209,10 @@ def _update_facts(
 
 def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> str:
     limit = read_limit(refusal.query)
-    if limit and limit.isdecimal() and len(refusal.named) >= int(limit) and compute not in refusal.named:
+    if limit and limit.isdecimal() and len(refusal.providers) >= int(limit) and compute not in refusal.providers:
         # Those that placement offered are unsuitable for the group or the set, or dead: it would offer them again.
         return f'has room, but limit={limit} makes placement offer other computes. Fix: remove limit={limit}'
-    if compute in refusal.named:
+    if compute in refusal.providers:
         return 'has room now. Try: the same command again'
     when = '' if age_seconds is None else f' {age_seconds} s ago'
     return f'had room{when}, but placement refused: another request probably took it. Try: the same command again'
@@ -245,13 +245,13 @@ def _make_advice(
     constraints: Sequence[Constraint],
     misses: Collection[explain.Miss],
     computes: Computes,
-    requested: Collection[str],
+    on: Collection[str],
 ) -> list[str]:
     """Return the closest host, and the smallest change that fits if placement confirms it."""
     if not misses:
         return []
     sorted_misses = explain.sort_misses(misses)
-    lines = [] if requested else [f'the host that lacks least is {computes.format_name(sorted_misses[0].provider)}']
+    lines = [] if on else [f'the host that lacks least is {computes.format_name(sorted_misses[0].provider)}']
     best = explain.find_smallest_miss(misses)
     disabled = [each.provider for each in sorted_misses if each.is_disabled]
     enabled = list(map(_format_enable, disabled, map(computes.format_name, disabled)))
@@ -262,7 +262,7 @@ def _make_advice(
             return [*lines, f'Try: {enabled[0]}']
         no_change = f'no change of the query is enough. Try: {done}' if done else 'no change of the query fits any host'
         return [*lines, no_change]
-    fits = enabled[:1] if requested else []
+    fits = enabled[:1] if on else []
     with suppress(EcompError):
         # The facts may be stale, or incomplete: placement may not know a trait, say.
         if _is_offered(placement, explain.apply_cures(constraints, best.cures), best.provider):

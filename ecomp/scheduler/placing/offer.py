@@ -16,7 +16,10 @@ Backend: TypeAlias = 'Future[tuple[Placement, Offer]]'
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
-    """Connect to placement and query it in a thread, for which the future gets client and offer."""
+    """Query placement in a thread, and return a future of the client and its offer.
+
+    Without a query the offer is empty.
+    """
     # Imports and waiting take most of a claim's time. Placement's modules come first, so that placement answers while
     # those for etcd are imported.
     from ecomp.placement.allocations import read_candidates

@@ -81,13 +81,13 @@ class DeliveryRefused(Conflict):
 
 
 class NoRoom(NoCapacity):
-    """There is no room by these offers: `placed` has the places that are claimed or were found."""
+    """There is no room by these offers: `places` are those that are claimed or were found."""
 
     def __init__(self, assignment: Assignment, claims: Mapping[str, Candidate], offers: Offers) -> None:
         super().__init__(next(iter(assignment.missing.values()), ''))
         self.assignment = assignment
         self.offers = offers
-        self.placed = [*claims.values(), *assignment.candidates.values(), *assignment.insufficient.values()]
+        self.places = [*claims.values(), *assignment.candidates.values(), *assignment.insufficient.values()]
 
 
 class OldInstance(NamedTuple):
@@ -139,12 +139,15 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few)."""
+        """Return whether to call refresh(), after a pause in which older attempts can finish.
+
+        `spare_places` remain after ours, or are negative if there are too few.
+        """
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
         if spare_places >= 0 or not self.ahead:
             return False
-        # After a pause, in which older ones can finish, until MAX_REFRESHES calls in a row have found no fewer ahead.
+        # Until MAX_REFRESHES calls in a row have found no fewer ahead.
         self._refreshes_left = MAX_REFRESHES if self.ahead < self._fewest_ahead else self._refreshes_left - 1
         self._fewest_ahead = min(self.ahead, self._fewest_ahead)
         if self._refreshes_left:
@@ -201,7 +204,7 @@ class Session:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Grant the lease, and undo the attempt after an error of the block but UnknownOutcome."""
-        with report_unchanged():
+        with add_unchanged():
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
         try:
             yield
@@ -238,7 +241,7 @@ class Session:
     def take_over(
         self, lots: Sequence[Lot], groups: Mapping[str, Group], max_elsewhere: int
     ) -> tuple[dict[str, Candidate], dict[str, str]]:
-        """Claim where earlier attempts have claims, and return the claims held and all others.
+        """Take over earlier attempts' claims, and return these and {instance: compute} of others.
 
         Raises:
             ClaimedElsewhere: more than `max_elsewhere` earlier claims cannot be taken over. Nothing is claimed then.
@@ -279,7 +282,7 @@ class Session:
         contention = Contention(self.count_in_flight, lambda: self.read_offers(offers), self.scheduler.rng)
         current: Offers = {query: offer or self.read_offer(query) for query, offer in offers.items()}
         while True:
-            planner = self.make_planner(_leave_out(current, refusals), groups)
+            planner = self.make_planner(_drop_refused_places(current, refusals), groups)
             lots = list_lots(planner, claims)
             self._prefer_images(planner, lots)
             # The places of an attempt that has claimed since it was counted are no longer offered. As many others are
@@ -330,7 +333,7 @@ class Session:
         return self.make_claimer(requester or self.requester).claim_what_fits(candidates)
 
     def require_ours(self) -> None:
-        self.make_claimer(self.requester).check(self.uuid)
+        self.make_claimer(self.requester).require_ours(self.uuid)
 
     def make_claimer(self, requester: Requester) -> Claimer:
         calls = (self.is_attempt_ours, self.read_highest_released, self.get_display_name)
@@ -346,6 +349,8 @@ class Session:
         old_records: Mapping[str, Entry] = {},
     ) -> int:
         """Deliver (compute, request) pairs, and destroy what they replace, in one transaction.
+
+        The result is the revision, or 0 if the attempt or a key that it compares has changed.
 
         Raises:
             Excluded: others of a group or of the project were delivered first.
@@ -369,9 +374,9 @@ class Session:
 
         return deliver(self.store, deliveries, self.condition, user_data, make_shared_change, ends_attempt, old_records)
 
-    def finish(self, delivered: Collection[str]) -> None:
-        """Release what was claimed and not delivered, and revoke the lease."""
-        unused = self.movable.intersection(self.attempted).difference(delivered)
+    def finish(self, instances: Collection[str]) -> None:
+        """Release what was claimed for others than these delivered instances, and revoke the lease."""
+        unused = self.movable.intersection(self.attempted).difference(instances)
         if unused:  # of a set; computes release what cannot be released here
             log.debug('%s', self.release(unused))
         try_revoke(self.store, self.lease)
@@ -418,7 +423,6 @@ class Session:
 
     @cached_property
     def computes(self) -> Computes:
-        """All computes with their host names, read from etcd at first use."""
         from ecomp.scheduler.queries.computes import read_computes
 
         return read_computes(self.store)
@@ -445,6 +449,7 @@ class Session:
         return read_highest_released(self.store, instances) if self.resume else 0
 
     def count_in_flight(self) -> tuple[int, int]:
+        """Count the instances of older attempts in flight, and those of newer ones."""
         return count_placements_before_and_after(self.store.snapshot(keys.ATTEMPTS), self.revision)
 
     def _log_skipped(self, skipped: Collection[str]) -> None:
@@ -459,7 +464,7 @@ class Session:
 def read_earlier_claims(
     placement: Placement, instances: Collection[str], query: str, alive: Collection[str], group: Group | None
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Return the claims to take over, as {instance: candidate}, and the computes of all others."""
+    """Return the claims to take over, and {instance: compute} of the claims that must stay."""
     held = allocations.read_consumers(placement, instances)
     claimed_on = {each: compute for each, consumer in held.items() if (compute := find_compute(consumer.allocations))}
     try:
@@ -519,7 +524,7 @@ def add_state(error: Unreachable, state: str) -> Unreachable:
 
 
 @contextmanager
-def report_unchanged() -> Iterator[None]:
+def add_unchanged() -> Iterator[None]:
     """Add to an Unreachable of the block that nothing was changed."""
     try:
         yield
@@ -527,7 +532,7 @@ def report_unchanged() -> Iterator[None]:
         raise add_state(error, UNCHANGED) from error
 
 
-def _leave_out(offers: Offers, refusals: Mapping[frozenset[str], int]) -> Offers:
+def _drop_refused_places(offers: Offers, refusals: Mapping[frozenset[str], int]) -> Offers:
     left_out = {place for place, count in refusals.items() if count >= MAX_REFUSALS}
     if not left_out:
         return offers

@@ -36,8 +36,8 @@ from ecomp.scheduler.placing.session import (
     OldInstance,
     Scheduler,
     Session,
+    add_unchanged,
     make_removal,
-    report_unchanged,
     require_complete,
     require_ended,
 )
@@ -48,7 +48,7 @@ from ecomp.shared.places import read_index
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Put, Store, Unchanged
 
 # The error of a change that another process's change of the stack came before; a clause says what was changed.
-_CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command again'
+_RACE_LOST = 'stack {}: another eschedule changed it{}. Try: the same command again'
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     key = keys.stack(stack.name)
     revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack, **store.make_stamp()))])
     if revision is None:
-        raise Conflict(_CHANGED.format(stack.name, f'; {UNCHANGED}'))
+        raise Conflict(_RACE_LOST.format(stack.name, f'; {UNCHANGED}'))
     failpoint('stack-begun')
     return revision
 
 
 def require_transaction_size(store: Store, stack_name: str, orders: Collection[Order], removed_count: int) -> None:
-    """Raise TooManyOperations if etcd takes no transaction for these new instances."""
+    """Raise TooManyOperations if etcd refuses a trial with as many conditions as are needed."""
     groups = {order.group.name for order in orders if order.group is not None}
     # Conditions: the attempt, the stack and the quota, a record and a name each, the groups, and what is removed.
     count = 3 + 2 * len(orders) + len(groups) + removed_count if orders else 0
@@ -97,9 +97,9 @@ def remove_instances(store: Store, change: StackChange) -> None:
         return merge_changes(_make_stack_change(store, change, {}), *removals)
 
     if commit_with_shared(store, [], [], make_change) is None:
-        raise Conflict(_CHANGED.format(change.stack.name, f'; {UNCHANGED}'))
+        raise Conflict(_RACE_LOST.format(change.stack.name, f'; {UNCHANGED}'))
     failpoint('stack-removed')
-    _revoke_records(store, change.removals)
+    _revoke_error_records(store, change.removals)
 
 
 def _make_stack_change(store: Store, change: StackChange, computes: Mapping[Place, str]) -> Change:
@@ -109,7 +109,7 @@ def _make_stack_change(store: Store, change: StackChange, computes: Mapping[Plac
     return [Unchanged(key, change.revision)], [Put(key, encode(stack, **store.make_stamp()))]
 
 
-def _revoke_records(store: Store, removals: Sequence[OldInstance]) -> None:
+def _revoke_error_records(store: Store, removals: Sequence[OldInstance]) -> None:
     for removal in removals:
         record_entry = removal.entries.record_entry
         if removal.entries.record.state == ERROR and record_entry is not None:
@@ -117,12 +117,12 @@ def _revoke_records(store: Store, removals: Sequence[OldInstance]) -> None:
 
 
 class MembersRefused(NoCapacity):
-    """There is no room for all of `instances`, and `placed` are the places that were found."""
+    """There is no room for all of `instances`, only for the `places` that were found."""
 
-    def __init__(self, message: str, instances: Sequence[str], placed: Sequence[Candidate]) -> None:
+    def __init__(self, message: str, instances: Sequence[str], places: Sequence[Candidate]) -> None:
         super().__init__(message)
         self.instances = instances
-        self.placed = placed
+        self.places = places
 
 
 def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
@@ -137,7 +137,7 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
     if order is None:
         remove_instances(store, change)
         return {}
-    with report_unchanged():
+    with add_unchanged():
         reserve_names(store, order.instances, change.removed_instances)  # before anything is claimed
     movable = set(order.instances) if change.is_new else set[str]()
     requester = Requester(order.user_id, order.project_id)
@@ -163,7 +163,7 @@ def preview_change(store: Store, backend: Backend, change: StackChange, rng: ran
     if assignment.missing:
         raise target.make_refusal(NoRoom(assignment, {}, offers))
     require_complete(assignment.candidates.values())
-    target.require_fit(assignment.candidates)
+    target.require_quota(assignment.candidates)
     return {instance: candidate.compute for instance, candidate in assignment.candidates.items()}
 
 
@@ -189,7 +189,7 @@ class _Target:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The groups without removed instances and ours, of which new ones are unwritten."""
+        """{name: group} of the lots, without the removed and the new instances."""
         groups = {}
         for lot in self.lots:
             settled = read_settled_group(self.store, lot.membership)
@@ -197,10 +197,10 @@ class _Target:
                 groups[settled.name] = settled.without_members(*self.change.removed_instances, *self.order.instances)
         return groups
 
-    def settle(self, membership: Membership | None) -> Membership | None:
+    def get_settled(self, membership: Membership | None) -> Membership | None:
         return None if membership is None else self.groups[membership.name].membership
 
-    def require_fit(self, claims: Mapping[str, Candidate]) -> None:
+    def require_quota(self, claims: Mapping[str, Candidate]) -> None:
         quota = load_quota(self.store, self.order.project_id)[0]
         charge = sum_resources(make_charge(sum_allocations(candidate.allocations)) for candidate in claims.values())
         if quota is not None and (excess := quota.list_excesses(charge)):
@@ -212,7 +212,7 @@ class _Target:
         instances = [each for each in orders if assignment.missing.get(each) == reason]
         members = [place.member for each in instances if (place := orders[each].stack)]
         message = f'{", ".join(dict.fromkeys(members))}: {reason}; nothing was created'
-        return MembersRefused(message, instances, no_room.placed)
+        return MembersRefused(message, instances, no_room.places)
 
 
 @dataclass
@@ -231,7 +231,7 @@ class _Application:
         session.announce(None, check)
         entry = session.store.get(keys.stack(name))
         if entry is None or entry.revision != self.change.revision:
-            raise self._make_changed()
+            raise self._make_race_error()
 
     def claim(self) -> dict[str, Candidate]:
         session = self.session
@@ -239,11 +239,11 @@ class _Application:
         failpoint('stack-announced')
         held = self._take_over()
         try:
-            offers = dict.fromkeys(self.target.queries)
-            return session.place(lambda *_: self.target.lots, self.target.groups, offers, held, self.target.require_fit)
+            target, offers = self.target, dict.fromkeys(self.target.queries)
+            return session.place(lambda *_: target.lots, target.groups, offers, held, target.require_quota)
         except NoCapacity as error:  # the missing room may be a newer attempt's claim for the same instances
             if not session.is_attempt_ours():
-                raise self._make_changed() from None
+                raise self._make_race_error() from None
             if isinstance(error, NoRoom):
                 raise self.target.make_refusal(error) from error
             raise
@@ -254,7 +254,7 @@ class _Application:
         living_count = max(len(self.session.read_alive()), 1)
         for instance, desired in order.members.items():
             candidate, stages = claims[instance], {**desired.order.stages, 'scheduled': scheduled_at}
-            group = self.target.settle(desired.order.group)
+            group = self.target.get_settled(desired.order.group)
             request = make_request(desired.order, candidate, desired.weigh, living_count, group=group, stages=stages)
             deliveries.append((candidate.compute, request))
         computes = {request.stack: compute for compute, request in deliveries if request.stack}
@@ -268,9 +268,9 @@ class _Application:
         with suppress(Excluded):
             revision = self.session.deliver(deliveries, make_own_change, self.change.removals)
         if not revision:
-            raise self._make_changed()
+            raise self._make_race_error()
         failpoint('stack-delivered')
-        _revoke_records(store, self.change.removals)
+        _revoke_error_records(store, self.change.removals)
         try_revoke(store, self.session.lease)
         return {instance: candidate.compute for instance, candidate in claims.items()}
 
@@ -300,5 +300,5 @@ class _Application:
                 again = f'if it refuses again, run `etcdctl del {key}` first, and the command restores the key'
                 raise Conflict(f'{problem}. Try: the same command again; {again}')
 
-    def _make_changed(self) -> DeliveryRefused:
-        return DeliveryRefused(_CHANGED.format(self.change.stack.name, ''))
+    def _make_race_error(self) -> DeliveryRefused:
+        return DeliveryRefused(_RACE_LOST.format(self.change.stack.name, ''))

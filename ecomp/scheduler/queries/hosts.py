@@ -38,7 +38,7 @@ CLUSTER_METRICS = {
 
 
 def read_world(store: Store, planes: Planes | None = None) -> World:
-    """Read all computes, requests and records, after what `planes` has."""
+    """Read all computes, requests and records from etcd, and add them to what `planes` has."""
     providers, etcd = (planes.providers, dict(planes.etcd)) if planes else ({}, {})
     # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     # Requests before records: an instance that ends in between is then read twice, not missed.
@@ -124,9 +124,6 @@ class ReportedFacts(NamedTuple):
 
     facts: Mapping[str, Facts]
     leases: Mapping[str, int]
-
-    def read_age_seconds(self, store: Store, compute: str) -> int | None:
-        return store.read_lease_age(self.leases[compute])
 
 
 def read_facts(store: Store) -> ReportedFacts:

@@ -39,12 +39,12 @@ class StackState(NamedTuple):
     is_stale: bool = False
 
     @property
-    def existing(self) -> dict[str, Existing]:
+    def current(self) -> dict[str, Existing]:
         return {name: Existing(entries.record, entries.request) for name, entries in self.entries.items()}
 
 
 def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
-    """Read a stack, its instances and the owners of these names, at best with one batch."""
+    """Read a stack, its instances, and which living instances have these names."""
     stack, revision, is_stale = load_stack(store, name)
     known = stack or Stack(name, '')
     instances = known.list_instances()
@@ -71,10 +71,10 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
 
 
 def _find_instances(
-    store: Store, instances: Mapping[str, str], living: Collection[str], read: Mapping[str, Entry]
+    store: Store, instances: Mapping[str, str], living: Collection[str], entries_by_key: Mapping[str, Entry]
 ) -> dict[str, InstanceEntries]:
-    found = resolve_places(store, [(key, entry) for key, entry in read.items() if not key.startswith(keys.NAMES)])
-    key_index = None
+    own = [(key, entry) for key, entry in entries_by_key.items() if not key.startswith(keys.NAMES)]
+    found, key_index = resolve_places(store, own), None
     entries: dict[str, InstanceEntries] = {}
     for name, instance in instances.items():
         if instance not in found and name in living:
@@ -179,7 +179,7 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
 
 
 def find_next_place(store: Store, request: Request, compute: str) -> Place | None:
-    """Return the place of an instance's replacement, or None if it is not of a stack."""
+    """Return the place of a replacement in the instance's stack, if any, or raise Conflict."""
     place = request.stack
     stack = load_stack(store, place.name)[0] if place else None
     if place is None or stack is None or (place.epoch, place.instance) != (stack.epoch, request.instance):
@@ -213,7 +213,7 @@ def _make_mismatch(place: Place) -> Conflict:
 
 
 def make_end(store: Store, place: Place | None, instance: str) -> Change:
-    """Return the change that notes the end of an instance in its stack's key."""
+    """Return the change that notes an instance's end in its stack, empty if it is not there."""
     stored = store.get(keys.stack(place.name)) if place else None
     # A compute may write the place of another instance (rule: shown-not-acted-on).
     if place is None or stored is None or place.instance != instance:
