@@ -172,9 +172,9 @@ class Fence(NamedTuple):
 class Settlement(NamedTuple):
     """How a commit finds out what became of its transaction, if the answer is lost.
 
-    `fence` changes a key that the transaction compares at a revision above 0: then it can no longer be committed.
-    Without a fence one that may still be committed counts as refused. The caller then reads again, and compares the
-    same keys, so that one of its two transactions is refused.
+    `fence` changes a key that the transaction compares at a revision above 0, so it can no longer be committed.
+    Without a fence, a transaction that may still be committed counts as refused. The caller then reads again, and
+    compares the same keys, so that one of its two transactions is refused.
     `find_commit` is asked about a transaction whose writes were replaced or removed, or that was refused. From its keys
     as they are now it returns the revision of the commit, or None.
     `doubt` says, in an error, what is unknown, unless the caller says it.
@@ -446,7 +446,7 @@ class Store:
                 raise
 
     def require_identity(self) -> None:
-        """Read /cluster, and raise StrangeEtcd if there is a guard and it refuses this etcd."""
+        """If there is a guard, read /cluster, and raise StrangeEtcd if it is not the known one."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
             self._guard.require_identity(entry.value if entry else None, self.endpoints)
