@@ -78,7 +78,7 @@ def adopt(  # noqa: PLR0913
     project: str,
     report: Callable[[ForeignGuest, str], None],
 ) -> None:
-    """Adopt guests of a living compute, and report a sentence for each.
+    """Adopt guests of a living compute, which is disabled meanwhile, and report each.
 
     Raises:
         NoCapacity: placement has too little room there for these guests, or the quota has (OverQuota).
@@ -95,7 +95,7 @@ def adopt(  # noqa: PLR0913
         session.announce(None, partial(require_ended, f'an adoption on {display_name}', scheduler.owner))
         session.after_undo = partial(_undo, session, compute, display_name)
         failpoint('adoption-announced')
-        adopted, old_records = _find_known(session, compute, guests)
+        adopted, old_records = _find_adoptions(session, compute, guests)
         for instance in adopted:
             report(guests[instance].guest, f'is already adopted, as {instance}')
         remaining = {instance: each for instance, each in guests.items() if instance not in adopted}
@@ -139,7 +139,7 @@ def _enable(session: Session, compute: str) -> None:
     providers.change_names(session.placement, compute, providers.TRAITS, end)
 
 
-def _find_known(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
+def _find_adoptions(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
     """Return the guests adopted already, and records of former adoptions, or raise Conflict."""
     store, index = session.store, read_index(session.store)
     _require_only_here(session, compute, guests, index)

@@ -258,7 +258,7 @@ def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = No
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
-    """Count how many instances of an order the quota allows, or all without candidates."""
+    """Count the instances that the quota allows, or all if no candidate shows their size."""
     require_complete(candidates)
     if not candidates:
         return order.count

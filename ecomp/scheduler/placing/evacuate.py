@@ -132,7 +132,7 @@ def _find_refusal(
 def read_moves(
     store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
 ) -> tuple[Mapping[str, Sequence[Evacuee]], Planner]:
-    """Read the guests of these computes, or of all, and make the planner for them."""
+    """Read the guests of these computes, or of all, and make the planner of their moves."""
     guests: dict[str, list[Evacuee]] = {}
 
     def collect(entry: Entry) -> None:  # returns None, so no entry is kept

@@ -35,7 +35,7 @@ Owner = Mapping[str, object]  # who makes an attempt, see describe_owner()
 
 
 def protect(store: Store, instance: str, is_protected: bool, key_index: KeyIndex | None = None) -> str:
-    """Protect an instance from its removal, or end that, and return a sentence about it."""
+    """Set whether an instance is protected from removal, and return a sentence about it."""
     new: Rewriting = {'protected': is_protected}, ([], [])
     is_new = _rewrite(store, instance, lambda old, _: None if old.is_protected == is_protected else new, key_index)
     return f'{instance}: is {"" if is_protected else "not "}protected{" now" if is_new else ""}'

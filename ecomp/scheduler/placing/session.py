@@ -185,7 +185,7 @@ class Session:
     foreign: set[str] = field(default_factory=set)
     # Instances that had no claim after the announcement, and none of another attempt since. undo() releases theirs.
     unclaimed: set[str] = field(default_factory=set)
-    attempted: list[str] = field(default_factory=list)
+    attempted: list[str] = field(default_factory=list)  # instances that a claim was tried for
     _alive: list[str] | None = None
     _troubled: list[str] | None = None
 
@@ -203,7 +203,7 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Grant the lease, and undo the attempt after an error of the block but UnknownOutcome."""
+        """Grant the lease, and undo the attempt after each error of the block except UnknownOutcome."""
         with add_unchanged():
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
         try:
@@ -408,7 +408,7 @@ class Session:
         return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
 
     def read_alive(self) -> list[str]:
-        """Return the living computes, which are read once."""
+        """Return the living computes, which are read and counted (on_cluster_size) once."""
         if self._alive is None:
             presence = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
             self.on_cluster_size(len(presence))

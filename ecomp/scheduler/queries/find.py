@@ -116,7 +116,7 @@ def _require_name(store: Store, name: str, instance: str, key_index: KeyIndex | 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
     """Find an instance by its whole uuid, also one that is gone.
 
-    `key_index` has the keys of all instances, read a moment ago. An instance that it lacks is searched for.
+    `key_index` has the keys of all instances, read a moment ago. An instance that it lacks is searched for and added.
 
     Raises:
         Unreadable: the record is malformed.
