@@ -40,10 +40,7 @@ class Hypervisor(Protocol):
         """Return the directory of the base volumes, or None for the fake."""
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return each guest with an overlay, or with a domain that has any compute's owner mark.
-
-        Adopted domains are listed, too. Everything that defines, deletes or filters leaves them alone.
-        """
+        """Return each guest with an overlay, any compute's owner mark, or an adoption mark."""
 
     def list_foreign(self, instance: str = '') -> Mapping[str, ForeignGuest]:
         """Return domains without an owner mark, also adopted ones, or just `instance`, by uuid."""
@@ -70,10 +67,10 @@ class Hypervisor(Protocol):
         """Return the names of all domains, ours or not, that use the instance's overlay."""
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """Create the overlay volume, or replace an existing one."""
+        """Create or replace the overlay volume, or raise BuildFailed if the domain runs."""
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write or replace the seed, whose files are {name: content}."""
+        """Write or replace the seed, {name: content}, or raise BuildFailed if the domain runs."""
 
     def list_seeds(self) -> Set[str]:
         """Return the instances that have a NoCloud disk."""
@@ -100,7 +97,7 @@ class Hypervisor(Protocol):
         """Destroy and undefine our domain, but no foreign one, and wait until it is gone."""
 
     def delete_disk(self, instance: str) -> None:
-        """Remove seed, overlay and console log, if present, while no domain uses them."""
+        """Remove seed, overlay and console log, or raise Conflict if a domain uses them."""
 
     def get_console_path(self, instance: str) -> Path | None:
         """Return the file with a copy of the guest's serial console, or None for the fake."""
@@ -123,16 +120,10 @@ class Hypervisor(Protocol):
         """End the leases of the instance and remove its reservations, on all networks."""
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return {MAC: Address} of the interfaces whose address a lease, ARP or the agent shows.
-
-        The agent is queried in the background: its answer is returned by the next call.
-        """
+        """Return {MAC: Address} by leases, ARP or the agent, which is queried for the next call."""
 
     def replug_interfaces(self) -> None:
-        """Put interfaces that are on no bridge back on theirs.
-
-        Failures here and in restore_filters() are troubles of the guest. So is an interface that is down.
-        """
+        """Put interfaces that are on no bridge back on theirs, or give the guest a trouble."""
 
     def restore_filters(self) -> None:
         """Apply the filters of guests again whose rules something removed."""
@@ -141,10 +132,7 @@ class Hypervisor(Protocol):
         """Remove the autostart of our domains, so that libvirt starts none before ecompute does."""
 
     def watch_changes(self, notify: Callable[[str], None], on_network: Callable[[str], None] | None = None) -> None:
-        """Call notify(reason), from any thread, when guests or leases may have changed.
-
-        on_network(reason) reports that a network was started or stopped: its bridge lost the interfaces.
-        """
+        """Report changes of guests and leases to notify(), of networks to on_network()."""
 
     def close(self) -> None:
         """Close the connection, while guests keep running."""
