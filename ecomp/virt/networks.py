@@ -46,7 +46,7 @@ PACKAGES = {'ip': 'iproute2', 'ebtables-save': 'iptables'}
 
 
 def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
-    """Return {MAC: IPv4 address} by this host's ARP table, for the given {MAC: bridge}."""
+    """Return {MAC: IPv4 address} by this host's ARP table, for {MAC: bridge}."""
     # libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
     entries = [entry for entry in _query_ip('-4', 'neighbour', 'show') if TRUSTED_STATES & {*entry.get('state', ())}]
     addresses_of: dict[str, set[str]] = {}
@@ -97,7 +97,6 @@ def find_unfiltered_taps() -> frozenset[str]:
 
 
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
-    """Connect a tap to a bridge, whose `isolated` ports cannot reach each other."""
     _run('ip', 'link', 'set', 'dev', tap, 'master', bridge)
     if isolated:
         _run('ip', 'link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
@@ -243,7 +242,7 @@ class Networks:
             return '' if state == USABLE else f'{kind} {name} is {state}'
         with self._connection.use(f'looking for a free address on network {name}') as connection:
             network = connection.networkLookupByName(name)
-            dhcp = xml.read_dhcp(network.XMLDesc())
+            dhcp = xml.parse_dhcp(network.XMLDesc())
             has_dhcp = dhcp.ranges and dhcp.is_served
             is_full = has_dhcp and _choose_address(network, {LIVE: dhcp}, '', None) is None
             return f'no free address on network {name}' if is_full else ''
@@ -263,7 +262,7 @@ class Networks:
         """Return the network's bridge, or None if libvirt did not make it."""
         with self._connection.use(f'reading the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
-            return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
+            return str(network.bridgeName()) if xml.parse_dhcp(network.XMLDesc()).is_served else None
 
     def find_open_dhcp(self, name: str) -> list[int]:
         """Return the definitions, LIVE or CONFIG, whose DHCP serves unknown MACs, too."""
@@ -273,7 +272,7 @@ class Networks:
         return [flag for flag, definition in definitions.items() if definition.is_open]
 
     def close_dhcp(self, name: str, open_definitions: Collection[int]) -> str:
-        """Let these definitions serve only MACs with a reservation, and return what was done."""
+        """Serve only reserved MACs, restart the network if LIVE is open, and return what was done."""
         with self._connection.use(f'closing the DHCP of network {name}') as connection:
             network = connection.networkLookupByName(name)
             if LIVE in open_definitions and (obstacle := _explain_no_restart(connection, network)):
@@ -310,7 +309,7 @@ class Networks:
         """Return the DHCP of the running network, or an empty one if it is missing."""
         use = self._connection.use(f'reading the DHCP of network {name}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
-            return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
+            return xml.parse_dhcp(connection.networkLookupByName(name).XMLDesc())
         return Dhcp((), frozenset(), (), is_served=False)
 
     def read_leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
@@ -318,7 +317,7 @@ class Networks:
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'reading the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
-            return pick_newest_leases(_list_leases(network), macs, xml.read_dhcp(network.XMLDesc()))
+            return pick_newest_leases(_list_leases(network), macs, xml.parse_dhcp(network.XMLDesc()))
         return {}
 
 
@@ -369,9 +368,9 @@ def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.
 def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
     definitions = {}
     if network.isActive():
-        definitions[LIVE] = xml.read_dhcp(network.XMLDesc())
+        definitions[LIVE] = xml.parse_dhcp(network.XMLDesc())
     if network.isPersistent():
-        definitions[CONFIG] = xml.read_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
+        definitions[CONFIG] = xml.parse_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
     return definitions
 
 
@@ -426,6 +425,7 @@ def _update(network: libvirt.virNetwork, command: int, reservation: Reservation,
 
 
 def _parse_address(address: str | None) -> Iterator[IPv4Address]:
+    """Yield the address, or nothing if it is None or malformed."""
     with suppress(ValueError):
         if address is not None:
             yield IPv4Address(address)
@@ -526,10 +526,7 @@ def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call notify(reason), in a thread, for each new or renewed lease.
-
-    The first write of a file counts, too, and so does an unreadable file. The result stops the watch.
-    """
+    """Call notify(reason) in a thread at each new or renewed lease, and return what stops that."""
     last_leases: dict[Path, object] = {}
 
     def on_written(path: Path) -> None:

@@ -414,7 +414,7 @@ class Dhcp:
         return address not in self.own_addresses and any(first <= address <= last for first, last in self.ranges)
 
 
-def read_dhcp(xml: str) -> Dhcp:
+def parse_dhcp(xml: str) -> Dhcp:
     root = ET.fromstring(xml)
     forward = root.find('forward')
     ranges, seconds, own, reservations, server = [], [], set(), [], None
@@ -441,7 +441,7 @@ def read_dhcp(xml: str) -> Dhcp:
 
 
 def close_dhcp(xml: str) -> str:
-    """Return a network's definition whose DHCP serves only MACs with a reservation."""
+    """Return a network's definition, changed to serve only MACs with a reservation by DHCP."""
     root = ET.fromstring(xml)
     # libvirt joins this element with another one of its name.
     options = ET.SubElement(root, f'{{{DNSMASQ_NAMESPACE}}}options')
@@ -476,7 +476,7 @@ def _parse_lease_seconds(lease: ET.Element | None) -> int:
 
 
 def choose_address(dhcp: Dhcp, taken_addresses: Set[IPv4Address], mac: str) -> IPv4Address | None:
-    """Return a free address in the ranges, the same one for a MAC while it stays free."""
+    """Return a free address or None, always the same one for a MAC while that stays free."""
     taken_addresses = taken_addresses | dhcp.own_addresses
     sizes = [int(last) - int(first) + 1 for first, last in dhcp.ranges]
     start = int.from_bytes(hashlib.sha256(mac.encode()).digest()[:8], 'big')

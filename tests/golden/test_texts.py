@@ -134,7 +134,7 @@ def make_context(line: str) -> Context:
 
 def read_network(definition: str) -> object:
     """Return whether libvirt serves DHCP and IPv6, and why the network cannot be used."""
-    dhcp = xml.read_dhcp(definition)
+    dhcp = xml.parse_dhcp(definition)
     return dhcp.is_served, dhcp.has_ipv6, tuple(str(problem or '') for problem in dhcp.problems)
 
 

@@ -21,7 +21,7 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, libvirt_host, xml
 from ecomp.virt.fake import FakeHypervisor
-from ecomp.virt.xml import ClosedService, Dhcp, Reservation, choose_address, make_host_xml, read_dhcp
+from ecomp.virt.xml import ClosedService, Dhcp, Reservation, choose_address, make_host_xml, parse_dhcp
 
 # Access rights to directories, and the available virtualization type.
 
@@ -123,7 +123,7 @@ def make_addresses(*last: int) -> set[IPv4Address]:
 
 
 def test_read_dhcp() -> None:
-    dhcp = read_dhcp(NETWORK)
+    dhcp = parse_dhcp(NETWORK)
     assert [(str(first), str(last)) for first, last in dhcp.ranges] == [
         ('10.0.0.0', '10.0.0.3'),
         ('10.0.0.254', '10.0.0.255'),
@@ -137,7 +137,7 @@ def test_read_dhcp() -> None:
 
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
 def test_chosen_address_is_free_and_stable(mac: str, used: set[int]) -> None:
-    dhcp = read_dhcp(NETWORK)
+    dhcp = parse_dhcp(NETWORK)
     chosen = choose_address(dhcp, make_addresses(*used), mac)
     assert chosen == choose_address(dhcp, make_addresses(*used), mac)
     if len(used) == 3:

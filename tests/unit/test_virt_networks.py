@@ -25,11 +25,11 @@ from ecomp.virt import domains  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import Domains, pick_addresses  # noqa: E402
 from ecomp.virt.networks import Networks, pick_newest_leases  # noqa: E402
-from ecomp.virt.xml import close_dhcp, read_dhcp  # noqa: E402
+from ecomp.virt.xml import close_dhcp, parse_dhcp  # noqa: E402
 from tests.kit.servers import wait_until  # noqa: E402
 
 RANGE = "<network><ip address='10.0.0.1'><dhcp><range start='10.0.0.2' end='10.0.0.9'/></dhcp></ip></network>"
-NETWORK = read_dhcp(RANGE)
+NETWORK = parse_dhcp(RANGE)
 MAC = '52:54:00:00:00:01'
 OTHER = '52:54:00:00:00:02'
 
@@ -66,7 +66,7 @@ def test_newest_lease_of_each_mac() -> None:
 )
 def test_start_time_of_a_lease(lasts: str, since: str) -> None:
     noon = int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp())
-    network = read_dhcp(RANGE.replace('/></dhcp>', f'>{lasts}</range></dhcp>'))
+    network = parse_dhcp(RANGE.replace('/></dhcp>', f'>{lasts}</range></dhcp>'))
     assert pick_newest_leases([make_lease(MAC, '10.0.0.2', noon)], [MAC], network) == {
         MAC: Address('10.0.0.2', 'lease', since)
     }
@@ -192,7 +192,7 @@ def test_closed_network_keeps_its_other_options_and_reservations() -> None:
     option = "<dnsmasq:options><dnsmasq:option value='log-dhcp'/></dnsmasq:options>"
     text = OPEN.replace('<network>', f'<network {namespace}>').replace('</network>', f'{option}</network>')
     closed = close_dhcp(text)
-    assert read_dhcp(closed) == replace(read_dhcp(text), reserved_only=True)
+    assert parse_dhcp(closed) == replace(parse_dhcp(text), reserved_only=True)
     assert [each.get('value') for each in ET.fromstring(closed).iter() if each.tag.endswith('}option')] == [
         'log-dhcp',
         'dhcp-ignore=tag:!known',
@@ -249,7 +249,7 @@ def test_interrupted_restart_leaves_the_network_running(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, 'destroy', destroy)
     with pytest.raises(KeyboardInterrupt):
         close_network(memory)
-    assert not read_dhcp(str(memory.live)).is_open
+    assert not parse_dhcp(str(memory.live)).is_open
 
 
 def test_closing_is_refused_while_ecompute_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
