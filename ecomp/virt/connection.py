@@ -269,7 +269,6 @@ class Connection:
 
 @cache
 def _start_event_loop() -> None:
-    """Start libvirt's event loop in a thread, once in a process and before its first open."""
     # By default libvirt prints every error to stderr; we raise them.
     libvirt.registerErrorHandler(lambda _context, _error: None, None)
     libvirt.virEventRegisterDefaultImpl()

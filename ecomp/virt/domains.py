@@ -78,7 +78,6 @@ RETRYABLE_ERRORS = (
 # For other reasons libvirt itself pauses a guest, and soon resumes it.
 EXTERNAL_PAUSE_REASONS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
 
-
 USAGE_STATISTICS = libvirt.VIR_DOMAIN_STATS_VCPU | libvirt.VIR_DOMAIN_STATS_BALLOON | libvirt.VIR_DOMAIN_STATS_BLOCK
 USAGE_STATISTICS |= libvirt.VIR_DOMAIN_STATS_CPU_TOTAL
 # Do not wait for a job on a domain that another call holds.
@@ -247,6 +246,7 @@ class Domains:
             self.is_domain_running(instance)  # raises Unreachable if libvirtd does not answer, either
 
     def _call_aside(self, call: Callable[[Connection], Result]) -> Future[Result]:
+        """Make the call in a thread of its own, with a connection of its own."""
         result: Future[Result] = Future()
 
         def run() -> None:
@@ -263,10 +263,7 @@ class Domains:
         return result
 
     def force_off(self, instance: str, compute: str, undefine: bool) -> None:
-        """Force our domain off and wait until it is off, or, with `undefine`, until it is gone.
-
-        With `undefine`, a domain that ecompute did not create is left alone (rule: single-owner).
-        """
+        """Force our domain off or, with `undefine`, remove it unless foreign, and wait for that."""
         failure, activity = 'libvirt reports no error', 'destroying' if undefine else 'switching off'
         deadline, backoff = time.monotonic() + DESTROY_TIMEOUT_SECONDS, Backoff(*RETRY_DELAYS_SECONDS)
         while True:
@@ -302,7 +299,7 @@ class Domains:
         return '<domain/>'
 
     def query_agent(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """Return what the agent answered, and query it again, or {} while a query is in flight."""
+        """Return {MAC: address} of the last query and begin another, or {} while one is in flight."""
         answer = self._agent_answers.get(instance)
         if answer is not None and not answer.done():
             return {}
