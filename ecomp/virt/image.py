@@ -31,7 +31,7 @@ MBR_PROTECTIVE, MBR_ESP = 0xEE, 0xEF
 
 
 def determine_capacity(spec: GuestSpec) -> int:
-    """Return the bytes of the disk: DISK_GB, or without one the size of the image."""
+    """Return DISK_GB, else the image's size, in bytes, or raise BuildFailed if it is too small."""
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
@@ -142,6 +142,7 @@ def _refuse_features(path: Path) -> None:
 
 
 def _read_raw_size(file: BinaryIO) -> int:
+    """Return the size of a whole, bootable raw disk, or raise BuildFailed."""
     start = file.read(PARTITION_TABLE_BYTES)
     size = os.fstat(file.fileno()).st_size
     if not start:
@@ -166,6 +167,7 @@ def _require_bios(start: bytes) -> None:
 
 
 def _read_qcow2_size(file: BinaryIO) -> int:
+    """Return the disk size of a whole, bootable qcow2, or raise BuildFailed."""
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
     _, version, _, _, cluster_bits, size, encryption, l1_entries, l1_offset, refcounts, refcount_clusters, _ = header

@@ -92,6 +92,7 @@ class Volumes(_InstanceFiles):
         self._connection = connection
 
     def check(self) -> None:
+        """Raise Conflict if the storage pool is in another directory."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
             self._find_pool(connection)
 
@@ -155,7 +156,7 @@ class Volumes(_InstanceFiles):
         return 0
 
     def create(self, spec: GuestSpec) -> None:
-        """Create or replace the overlay, which no running domain may use."""
+        """Create or replace the overlay, which no running domain may use, or raise BuildFailed."""
         path, base = self.get_path(spec.instance), spec.base
         description = xml.make_volume_xml(path.name, image.determine_capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
@@ -195,6 +196,7 @@ class Volumes(_InstanceFiles):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
+        """Call `action` with the pool, which is set up if it is missing or off."""
         deadline, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False
         while True:
             try:
@@ -212,7 +214,7 @@ class Volumes(_InstanceFiles):
             time.sleep(0.05)
 
     def _find_full(self, min_free_bytes: int) -> tuple[str, str]:
-        # Why the file system holds no more files, and what is free; '' if it does.
+        """Return why the file system holds no more files, and what is free, or two ''."""
         try:
             free = os.statvfs(self.directory)
         except OSError as error:
