@@ -175,7 +175,6 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {spec.instance} has another definition')
 
     def _boot(self, instance: str) -> None:
-
         # First the guest has its address, then it is ready.
         def boot(seconds: int) -> None:
             time.sleep(seconds)
@@ -276,6 +275,7 @@ class FakeHypervisor:
             self._guests = guests
 
     def _change_adopted(self, instance: str, compute: str, is_running: bool) -> bool:
+        """Switch an adopted guest on or off, or return False if the guest is not foreign."""
         foreign = self._foreign.get(instance)
         if foreign is None:
             return False

@@ -155,7 +155,7 @@ class Libvirt:
         self.list_seeds = self._seeds.list_instances
 
     def check(self) -> None:
-        """Check that this host can run guests as configured, without changing it."""
+        """Raise UsageError if this host cannot run guests as configured, without changing it."""
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('asking libvirt for the capabilities of QEMU: this takes seconds, or a minute on a busy machine')
@@ -364,6 +364,7 @@ class Libvirt:
         self._unfiltered = unfiltered
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
+        """Yield our guests' interfaces, each with its instance, whose taps `find_taps` finds."""
         taps = find_taps()
         guests = self._domains.list_guests() if taps else {}
         for instance in (name for name, guest in guests.items() if not guest.is_adopted):
@@ -431,6 +432,7 @@ class Filters:
                 _delete_binding(connection, link.tap)
 
     def _try_operation(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
+        """Call `operation`, and return '' or why this host cannot have filters."""
         if shutil.which('ebtables', path=get_search_path()) is None:
             return 'ebtables is not installed'
         with self._connection.use(activity) as connection:
@@ -446,10 +448,7 @@ class Filters:
         return ''
 
     def resolve_services(self) -> list[ClosedService]:
-        """Return etcd's and placement's services at each address of their names.
-
-        If a name does not resolve now, its last addresses count. If it has none, Unreachable is raised.
-        """
+        """List etcd's and placement's services at their last known addresses, or raise Unreachable."""
         services: dict[ClosedService, None] = {}
         for host, port in self._control_endpoints:
             host_addresses = self._resolve(host)
