@@ -32,12 +32,12 @@ class Deferrals:
     """The times, on the monotonic clock, until which names are deferred (thread-safe)."""
 
     def __init__(self) -> None:
-        self._changed = threading.Lock()
+        self._lock = threading.Lock()
         self._deferrals: dict[str, tuple[float, Backoff]] = {}  # when each name is due
 
     def defer(self, name: str, seconds: float | None = None) -> float:
         """Defer `name`, by default with a back-off that grows each time, and return its due time."""
-        with self._changed:
+        with self._lock:
             _, backoff = self._deferrals.get(name) or (0.0, Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
             if seconds is None:
                 seconds = backoff.next() * random.uniform(0.5, 1.0)
@@ -46,28 +46,29 @@ class Deferrals:
             return due
 
     def get_deferred(self, now: float) -> dict[str, float]:
-        with self._changed:
+        with self._lock:
             return {name: due for name, (due, _) in self._deferrals.items() if due > now}
 
     def get_due_time(self, name: str) -> float:
-        with self._changed:
+        """Return when (monotonic) `name` is due, or inf if it is not deferred."""
+        with self._lock:
             return self._deferrals[name][0] if name in self._deferrals else math.inf
 
     def cancel(self, name: str) -> bool:
         """Cancel the deferral and the back-off of `name`, and return whether it had one."""
-        with self._changed:
+        with self._lock:
             return self._deferrals.pop(name, None) is not None
 
     def cancel_all_but(self, names: Collection[str]) -> list[str]:
         """Cancel the deferral of every other name, and return the names that had one."""
-        with self._changed:
+        with self._lock:
             removed = [name for name in self._deferrals if name not in names]
             for name in removed:
                 del self._deferrals[name]
             return removed
 
     def clear(self) -> None:
-        with self._changed:
+        with self._lock:
             self._deferrals.clear()
 
 
@@ -93,7 +94,7 @@ class FailureLog:
         self._recovered_at: dict[_Failure, float] = {}
 
     def report_failure(self, activity: str, error: EcompError | OSError, started_at: float = math.inf) -> None:
-        """Log a warning that an activity failed and is retried, unless the failure is known."""
+        """Note a failure and log a new one, unless its backend was back after `started_at`."""
         if isinstance(error, StrangeEtcd):
             return  # the guard has logged it, and the activity is not retried
         backend = error.backend if isinstance(error, Unreachable) else ''
@@ -114,7 +115,7 @@ class FailureLog:
             log.warning('%s', put_before_fix(text, clause))
 
     def report_success(self, activity: str) -> bool:
-        """End an activity's failures for all activities, and return False if it had none."""
+        """End an activity's failures for all activities, and return whether there were any."""
         with self._lock:
             ended = self._failing.pop(activity, [])
             if not ended:
@@ -156,10 +157,7 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried, and pass its failures of backends to another one.
-
-        If `other_activity` is failing, it keeps its own failures alone.
-        """
+        """Forget an activity, but pass its failures of backends to another that has none."""
         with self._lock:
             losses = [loss for loss in self._failing.pop(activity, []) if loss.is_backend]
             if losses:
@@ -217,26 +215,26 @@ class Loop:
 
     def __init__(self, name: str, step: Callable[[], float]) -> None:
         self._name, self._step = name, step
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._due, self._is_stopped, self.is_busy = math.inf, False, False
 
     def schedule(self, moment: float = 0.0) -> None:
         """Call `step` at this time (monotonic) or before, also again if it runs now."""
-        with self._changed:
+        with self._condition:
             if moment < self._due and not self._is_stopped:
                 if self._thread is None:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     thread.start()
                     self._thread = thread
                 self._due = moment
-                self._changed.notify()
+                self._condition.notify()
 
     def stop(self) -> None:
-        """Call `step` no more, but do not wait for a call in flight."""
-        with self._changed:
+        """Start no more calls of `step`, but do not wait for the one in flight."""
+        with self._condition:
             self._is_stopped = True
-            self._changed.notify()
+            self._condition.notify()
 
     def join(self) -> None:
         """Stop, and wait for the call in flight, so never from within `step`."""
@@ -251,13 +249,13 @@ class Loop:
                 next_due = self._step()
             except Exception:
                 log.exception('unexpected error in thread %s; trying again', self._name)
-            with self._changed:
+            with self._condition:
                 self.is_busy = False
                 self._due = min(self._due, next_due)
 
     def _wait(self) -> bool:
-        with self._changed:
+        with self._condition:
             while not self._is_stopped and (seconds := self._due - time.monotonic()) > 0:
-                self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
+                self._condition.wait(min(seconds, threading.TIMEOUT_MAX))
             self._due, self.is_busy = math.inf, not self._is_stopped
             return self.is_busy
