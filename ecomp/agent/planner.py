@@ -45,7 +45,7 @@ class Work(NamedTuple):
         return self.parsed_request
 
     @property
-    def refusal(self) -> InvalidRequest:
+    def invalid_request(self) -> InvalidRequest:
         assert isinstance(self.parsed_request, InvalidRequest)
         return self.parsed_request
 
@@ -57,7 +57,7 @@ TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.ADOPT: lambda instances, work: instances.adopt(work.request, work.revision),
     Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
     Kind.DESTROY_FORGOTTEN: lambda instances, work: instances.destroy_forgotten(work.instance),
-    Kind.REFUSE: lambda instances, work: instances.refuse(work.refusal, work.revision, work.guest),
+    Kind.REFUSE: lambda instances, work: instances.refuse(work.invalid_request, work.revision, work.guest),
     Kind.CLEAR: lambda instances, work: instances.drop_request(work.instance, work.revision, work.task.reason),
     Kind.VANISHED: lambda instances, work: instances.end_vanished(work.request, work.revision),
     Kind.ADDRESS: lambda instances, work: instances.record_addresses(work.instance, work.revision, work.addresses),
@@ -107,12 +107,12 @@ class Planner:
         self.deferrals = Deferrals()
         self.failures = failures
         failures.on_recovery = self.retry_now
-        self._changed = threading.Lock()
+        self._lock = threading.Lock()
         self._in_flight: dict[str, Work] = {}
         # The instances without an address at the last step, and since when (monotonic) this set is unchanged.
         self.without_addresses: tuple[frozenset[str], float] = frozenset(), 0.0
         # The finished work with its time, from the worker threads to the next step. Fields below are the planner's.
-        self._finished: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
+        self._completions: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._parsed_requests: dict[str, tuple[int, ParsedRequest]] = {}
         # The resources that the requests hold on this compute; None before they were read.
         self.usage: Resources | None = None
@@ -128,28 +128,25 @@ class Planner:
         self._planned_at = 0.0
 
     def wake_up(self, reason: str) -> None:
-        """Ask for a step, from any thread, because something may have changed."""
+        """Call on_wake_up() for a step soon, and log the reason at level debug."""
         log.debug('woken: %s', reason)
         self.on_wake_up()
 
     def begin(self, work: Work) -> None:
         """Note that the work is in flight, until carry_out() or hand_back() finishes it."""
-        with self._changed:
+        with self._lock:
             self._in_flight[work.instance] = work
 
     def get_in_flight(self) -> dict[str, Work]:
-        with self._changed:
+        with self._lock:
             return dict(self._in_flight)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
-        """Return the work that is due: neither in flight nor deferred.
-
-        `state` has all requests of this compute. Work that is not begun is returned again by the next step.
-        """
+        """Return the work for the requests in `state` that is neither in flight nor deferred."""
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
         busy = self.get_in_flight().keys()
-        self._process_finished()
+        self._process_completions()
         return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
@@ -196,7 +193,7 @@ class Planner:
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             TASK_METHODS[task.kind](self._instances, work)
-            self._finished.put((work, time.monotonic()))
+            self._completions.put((work, time.monotonic()))
             self.deferrals.cancel(instance)
             self.failures.report_success(instance)
         except Superseded:
@@ -219,12 +216,12 @@ class Planner:
         self.wake_up('trying deferred tasks again')
 
     def _finish(self, work: Work) -> None:
-        with self._changed:
+        with self._lock:
             del self._in_flight[work.instance]
 
-    def _process_finished(self) -> None:
-        while not self._finished.empty():
-            work, finished_at = self._finished.get()
+    def _process_completions(self) -> None:
+        while not self._completions.empty():
+            work, finished_at = self._completions.get()
             if work.task.kind is Kind.REFUSE:
                 self._refused_revisions[work.instance] = work.revision
             elif work.task.kind is Kind.START_AFTER_REBOOT:
@@ -233,7 +230,8 @@ class Planner:
                 self._shutdowns.note_request(work.instance, finished_at)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
-        self._read_parsed_requests(state)
+        """Return the work that is due, and cancel builds of instances to be destroyed."""
+        self._update_requests(state)
         records, unreadable = self._read_records(busy)
         self._save_unhandled(records, guests, busy)
         self._update_unmanaged(guests)
@@ -280,6 +278,7 @@ class Planner:
         )
 
     def _update_unmanaged(self, guests: Mapping[str, Guest]) -> None:
+        """List the guests without a request, and log each new one that is kept."""
         unmanaged = guests.keys() - self._parsed_requests.keys()
         strangers = unmanaged - self._unmanaged
         self._forgotten |= self._instances.find_forgotten(strangers) if strangers else {}
@@ -304,7 +303,8 @@ class Planner:
         save = partial(self._instances.memory.save_unhandled, self._before_reboot)
         self.failures.attempt(SAVING_UNHANDLED, save)
 
-    def _read_parsed_requests(self, state: Mapping[str, Entry]) -> None:
+    def _update_requests(self, state: Mapping[str, Entry]) -> None:
+        """Parse new requests, refuse those beyond MAX_REQUESTS, and sum what all of them use."""
         before, self._parsed_requests = self._parsed_requests, {}
         prefix = keys.request_prefix(self._instances.compute)
         for key, entry in state.items():
@@ -331,6 +331,7 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
+        """Return the records by instance, and the instances whose record is unreadable."""
         records, unreadable = {}, set()
         for instance, (_, parsed) in self._parsed_requests.items():
             # The worker thread of an instance in flight changes its record.
