@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, confirm_sightings
-from ecomp.agent.host.metadata import GuestData, read_seed, serve_metadata
+from ecomp.agent.host.metadata import GuestData, make_seed, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, parse_inventory, require_names
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.host.troubles import Troubles
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
-    """Save the end of each instance in `memory` without request, guest or living record."""
+    """Save in `memory` the end of each instance without a request, guest or living record."""
     requests, remembered = store.snapshot(keys.request_prefix(compute), keys_only=True).entries, memory.get_entries()
     # An end is written to etcd first, so a kill in between, or a full disk, leaves an entry that reserves its address.
     for instance in remembered.keys() - {*map(keys.get_last_part, requests), *guests}:
@@ -93,7 +93,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(fake: Fake, config: ComputeConfig, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), which runs jobs in the caller's thread."""
+    """Make the host of `--fake`, which calls `admit`, and runs jobs in the caller's thread."""
     from ecomp.virt.fake import FakeHypervisor
 
     data = GuestData(config.state / 'metadata')
@@ -107,7 +107,7 @@ def make_fake_host(fake: Fake, config: ComputeConfig, admit: Admit) -> HostServi
 
 
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Open libvirt, and prepare networks, metadata server, image scrubber and workers."""
+    """Open libvirt, call `admit`, then start networks, metadata server, scrubber and workers."""
     from ecomp.virt.libvirt_host import Libvirt
 
     libvirt = Libvirt(config.state, config.networks, control_endpoints=make_egress_policy(config).control_endpoints)
@@ -122,7 +122,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     # No instance gets a larger disk than the whole, so a larger image is useless here.
     disk_bytes = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.measure_machine(config.state, []).disk
     limits = CacheLimits(_get_image_cache_gib(config) * GIB, disk_bytes)
-    pool = Workers(count_workers(config), WorkerSettings(config, os.getpid(), limits, libvirt.has_filters))
+    pool = Workers(choose_worker_count(config), WorkerSettings(config, os.getpid(), limits, libvirt.has_filters))
     at_exit.callback(pool.stop)
     scrubber = Scrubber(config.state / 'images')
     at_exit.callback(scrubber.stop)
@@ -132,7 +132,6 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
-    """Return the traits of the guests' processor, none if the hypervisor reports no features."""
     features = hypervisor.read_cpu_features(virt_type)
     if not features:
         return frozenset()
@@ -141,7 +140,7 @@ def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
     return list_cpu_traits(features)
 
 
-def count_workers(config: ComputeConfig) -> int:
+def choose_worker_count(config: ComputeConfig) -> int:
     return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
 
 
@@ -199,7 +198,7 @@ class PlanningLoop:
         self._plans.schedule()  # for wake-ups before this
 
     def run(self, notify_alive: Callable[[], float]) -> None:
-        """Tend the workers until stop(), waiting at most the seconds that notify_alive() returns."""
+        """Tend the workers in this thread until stop(), and call notify_alive() before each wait."""
         while not self._is_stopping:
             self.host.runner.tend(min(PLAN_INTERVAL_SECONDS, notify_alive()))
 
@@ -213,7 +212,7 @@ class PlanningLoop:
             self.host.runner.tend(0.2)
 
     def stop(self) -> None:
-        """End run() soon, and start no more tasks, also from a signal handler."""
+        """Let run() return soon, and start no more tasks, also from a signal handler."""
         self._is_stopping = True
         self.host.runner.waker.wake()
 
@@ -234,15 +233,17 @@ class PlanningLoop:
         self.planner.wake_up('requests were read')
 
     def request_checks(self, reason: str) -> None:
-        """Schedule a plan with the periodic checks now, from any thread."""
+        """Schedule a plan, the periodic checks and a check for troubles now, from any thread."""
         self._next_check = 0.0
         self.check_troubles()
         self.planner.wake_up(reason)
 
     def is_ending(self) -> bool:
+        """Return whether this compute stops or is read-only."""
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
+        """Plan, and return when (monotonic) to do so again: after a back-off if it failed."""
         if self.is_ending():
             return math.inf
         next_time = self._failures.attempt(PLANNING, self._plan)
@@ -275,6 +276,7 @@ class PlanningLoop:
         return max(min(due_times), time.monotonic() + 0.01)
 
     def _start_tasks(self, due: Sequence[Work]) -> None:
+        """Start threads for due work up to the limits, and leave the rest to the next plan."""
         running = Counter(work.task.kind.is_build for work in self.planner.get_in_flight().values())
         # New tasks first, then by the end of their back-off, or tasks that fail again and again would keep others out.
         retry_times = self.planner.deferrals.get_deferred(-math.inf)
@@ -348,10 +350,7 @@ class Compute:
         self.on_computes = self._presence.on_computes
 
     def register(self) -> None:
-        """Check that this compute may run here, save and register it, and make its parts.
-
-        In an unfamiliar etcd it only makes the parts.
-        """
+        """Check and register this compute, if etcd is familiar, and make its parts."""
         config, fake, familiar, placement = self.config, self.fake, self.is_familiar_etcd, self.placement
         # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
@@ -363,8 +362,8 @@ class Compute:
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.choose_virt_type(config.virt_type)
         foreign = hypervisor.list_foreign()
-        self._left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
-        self._inventory = self._measure_inventory(foreign, self._left_out)
+        self._adoptees = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
+        self._inventory = self._measure_inventory(foreign, self._adoptees)
         self._guest_type = 'fake' if fake else virt_type
         self._presence.add_fields(kind=self._guest_type, queues=config.queues)
         detected_traits, inventory = detect_traits(hypervisor, virt_type), self._inventory
@@ -393,8 +392,8 @@ class Compute:
 
     def _make_parts(self, virt_type: str) -> None:
         config, hypervisor = self.config, self.host.hypervisor
-        make_seed = None if config.metadata == 'network' else self._make_seed
-        shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, make_seed)
+        make = None if config.metadata == 'network' else self._make_seed
+        shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, make)
         instances = Instances(self._control, self.host, shape, self._memory)
         self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self.store, self.placement, config.queues)
@@ -408,7 +407,7 @@ class Compute:
         }
         self.troubles = troubles = Troubles(hypervisor, self._publish_troubles)
         instances.on_build_end, instances.on_release = troubles.note_build, self._measure_again
-        max_tasks = 2 * count_workers(config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
+        max_tasks = 2 * choose_worker_count(config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
         parts = self.host, self._planner, remote_checks
         self.daemon = PlanningLoop(*parts, max_tasks, self._publish_facts, troubles.check_soon)
         self._taking = None
@@ -464,8 +463,8 @@ class Compute:
 
     def list_records(self) -> dict[str, Record | None]:
         """Return {instance: record or, before one is written, None}, from any thread."""
-        requested = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
-        return {**requested, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
+        requests = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
+        return {**requests, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
 
     def on_requests(self, state: Entries) -> None:
         self._requests = state
@@ -491,6 +490,7 @@ class Compute:
         self.wake_taker('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
+        """Raise Conflict if a compute other than this one has guests here and is not alive."""
         for other in sorted(guest_computes - {self.uuid}) if self.is_familiar_etcd else ():
             if not is_alive(self.store, other):  # rule: single-owner
                 raise Conflict(
@@ -499,6 +499,7 @@ class Compute:
                 )
 
     def _reconcile_claims(self) -> None:
+        """Reconcile claims, and unmark adopted guests that have neither request nor claim."""
         self._generation, self._claims.is_current = None, False
         with suppress(NotFound):
             self._generation = providers.read_generation(self.placement, self.uuid)
@@ -515,12 +516,13 @@ class Compute:
             self.host.hypervisor.set_adoption(instance, None)
             log.warning('instance %s has no request or claim: removed the adoption mark of its domain', instance)
 
-    def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], left_out: Set[str]) -> PlacementInventory:
+    def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], adoptees: Set[str]) -> PlacementInventory:
+        """Return the inventory, which reserves what guests outside ecomp use, `adoptees` aside."""
         config, measured = self.config, dict[str, dict[str, int]]()
         if self.fake is None:
-            disks = [disk for name in left_out for disk in foreign[name].disks]
-            guests = {*self.host.hypervisor.list_guests(), *left_out}
-            others = (each for name, each in foreign.items() if name not in left_out and each.is_running)
+            disks = [disk for name in adoptees for disk in foreign[name].disks]
+            guests = {*self.host.hypervisor.list_guests(), *adoptees}
+            others = (each for name, each in foreign.items() if name not in adoptees and each.is_running)
             vcpus = sum(each.size['VCPU'] for each in others)
             machine = provider.measure_machine(config.state, guests, disks)
             measured = provider.make_inventory(machine, _get_image_cache_gib(config), vcpus)
@@ -530,20 +532,20 @@ class Compute:
     def _measure(self) -> None:
         """Reserve what guests outside ecomp use, and publish these guests."""
         foreign = self.host.hypervisor.list_foreign()
-        left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
+        adoptees = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
         if foreign:
-            left_out |= {name for name in foreign if self._is_adopting(name)}
+            adoptees |= {name for name in foreign if self._is_adopting(name)}
             entry = self.store.get(keys.adoption(self.uuid))
             attempted = parse_attempt_instances(entry.key, entry.value) if entry is not None and entry.lease else None
             # Not before the adoption has disabled this compute: else somebody gets what these guests use.
             if attempted and DISABLED in providers.read_names(self.placement, self.uuid, providers.TRAITS):
-                left_out |= foreign.keys() & attempted
-        measured, is_exact = self._measure_inventory(foreign, left_out), left_out != self._left_out
+                adoptees |= foreign.keys() & attempted
+        measured, is_exact = self._measure_inventory(foreign, adoptees), adoptees != self._adoptees
         inventory = provider.settle_reserved(self._inventory, measured, is_exact)
         self._provider.update_inventory(inventory, self.daemon.is_ending)
-        self._inventory, self._left_out = inventory, left_out
+        self._inventory, self._adoptees = inventory, adoptees
         # An adoption waits for this: only now there is room for the guests that are left out.
-        named = [name for name in left_out if foreign[name].adopted_by != self.uuid]
+        named = [name for name in adoptees if foreign[name].adopted_by != self.uuid]
         self._presence.publish(keys.foreign(self.uuid), encode_foreign(foreign, named), is_urgent=True)
 
     def _measure_again(self) -> None:
@@ -569,7 +571,7 @@ class Compute:
             self._planner.wake_up('its provider has changed')  # a plan publishes it
 
     def _publish_hostname(self) -> None:
-        """Write this host's name to etcd, for use while the host is down."""
+        """Write this host's name to etcd once in HOSTNAME_CHECK_MINUTES, for when it is down."""
         if time.monotonic() < self._hostname_valid_until:
             return
         key = keys.hostname(self.uuid)
@@ -585,6 +587,7 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _keep_user_data(self) -> None:
+        """Refresh the user-data of our instances in etcd, once in USER_DATA_CHECK_SECONDS."""
         if time.monotonic() < self._user_data_valid_until:
             return
         macs_by_hash: dict[str, list[str]] = {}
@@ -609,12 +612,13 @@ class Compute:
             self.wake_taker('this compute can build again')
 
     def _can_remove(self, instance: str) -> bool:
-        self.store.require_identity()  # raises StrangeEtcd
+        """Return whether the instance is not in memory and we may write, or raise StrangeEtcd."""
+        self.store.require_identity()
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _make_seed(self, mac: str) -> Mapping[str, bytes]:
         directory, is_served = self.config.state / 'metadata', self.host.can_serve_metadata()
-        return read_seed(directory, self.config.directory, mac, phones_home=is_served)
+        return make_seed(directory, self.config.directory, mac, phones_home=is_served)
 
     def _close_provider(self) -> None:
         if self.daemon.read_only:

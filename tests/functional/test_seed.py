@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.metadata import GuestData, read_seed
+from ecomp.agent.host.metadata import GuestData, make_seed
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import list_macs, make_network_config
 from ecomp.model.order import Request
@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> GuestData:
 
 def read_guest_seed(data: GuestData, request: Request, macs: int = 1, phones_home: bool = True) -> dict[str, bytes]:
     data.write(request, MACS[:macs])
-    return dict(read_seed(data.directory, data.directory.parent, MACS[0], phones_home))
+    return dict(make_seed(data.directory, data.directory.parent, MACS[0], phones_home))
 
 
 def test_seed_contains_the_instance_s_data(data: GuestData) -> None:
@@ -69,17 +69,17 @@ def test_seed_defaults_come_from_mdserver_conf(data: GuestData) -> None:
 def test_invalid_metadata_fails_the_build_in_one_line(data: GuestData) -> None:
     directories = data.directory, data.directory.parent
     with pytest.raises(BuildFailed, match=f'mdserver: no instance with the MAC address {MACS[0]}') as failed:
-        read_seed(*directories, MACS[0], True)
+        make_seed(*directories, MACS[0], True)
     assert failed.value.stage == 'scheduled'
     data.write(Request(INSTANCE, {}), MACS[:1])
     (directories[1] / 'user-data').unlink()
     with pytest.raises(BuildFailed, match='mdserver.conf: line 2: "user-data": .*No such file') as failed:
-        read_seed(*directories, MACS[0], True)
+        make_seed(*directories, MACS[0], True)
     assert '\n' not in failed.value.reason
     (data.directory / f'{MACS[0]}.json').write_text('{')
     (directories[1] / 'mdserver.conf').unlink()
     with pytest.raises(BuildFailed, match='is not JSON$'):
-        read_seed(*directories, MACS[0], True)
+        make_seed(*directories, MACS[0], True)
 
 
 def test_exit_codes_of_mdserver_seed(data: GuestData) -> None:

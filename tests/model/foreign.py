@@ -32,8 +32,8 @@ class Looking(ecomp.agent.compute.Compute):
         self._generation, self._unknown_since = None, {}
         self._machine, self._requests, self._planner = host, {}, host.planner
         foreign = host.hypervisor.list_foreign()
-        self._left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
-        self._inventory = self._measure_inventory(foreign, self._left_out)
+        self._adoptees = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
+        self._inventory = self._measure_inventory(foreign, self._adoptees)
         self._provider = Registration(
             host.placement, self.uuid, self._inventory, (), (), (), host.disk.make_path('state')
         )

@@ -208,7 +208,7 @@ def test_configuration_writable_by_others_is_refused(home: Path) -> None:
 
 def assert_seed_refused(home: Path, message: str) -> None:
     with pytest.raises(BuildFailed, match=message):
-        metadata.read_seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
+        metadata.make_seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
 
 
 @needs_root

@@ -137,7 +137,7 @@ ip netns del "$1"; exec 3>&-; wait $server
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
     """The ecompute of root ran a bottle.py of its working directory."""
-    from ecomp.agent.host.metadata import read_seed
+    from ecomp.agent.host.metadata import make_seed
 
     (tmp_path / 'bottle.py').write_text('open("ran", "w")\n')
     (tmp_path / 'mdserver').mkdir()
@@ -147,5 +147,5 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
     guest = {'version': 1, 'instance': UUID, 'mac': MAC, 'hostname': 'web1', 'public_keys': [], 'user_data': 'x'}
     (guests / f'{MAC}.json').write_text(json.dumps(guest))
     with contextlib.chdir(tmp_path):
-        assert json.loads(read_seed(guests, tmp_path, MAC, False)['meta-data'])['instance-id'] == UUID
+        assert json.loads(make_seed(guests, tmp_path, MAC, False)['meta-data'])['instance-id'] == UUID
     assert not (tmp_path / 'ran').exists()

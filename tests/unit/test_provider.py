@@ -188,7 +188,7 @@ def test_adopted_guest_is_left_out_exactly_once_placement_answers() -> None:
     host, provider, store, daemon, presence = (MagicMock() for _ in range(5))
     compute.uuid, compute._requests = COMPUTE, {}
     compute.host, compute._provider, compute.store, compute.daemon = host, provider, store, daemon
-    compute._presence, compute._left_out, compute._inventory = presence, set(), measure(())
+    compute._presence, compute._adoptees, compute._inventory = presence, set(), measure(())
     host.hypervisor.list_foreign.return_value = {'a': ForeignGuest('a', 'old', True, adopted_by=COMPUTE)}
     store.get.return_value = None
     provider.update_inventory.side_effect = [Unreachable('no answer. Try: later', 'placement'), None]

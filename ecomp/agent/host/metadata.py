@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 SEED_SECONDS = 60.0
 
 
-def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
-    """Have mdserver make the files of a guest's NoCloud disk, {name: content}."""
+def make_seed(guest_directory: Path, config_directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
+    """Return {name: content} of a guest's NoCloud disk, from mdserver, or raise BuildFailed."""
     try:
         # Without this option cloud-init reports its end to the metadata server.
         options = [] if phones_home else ['--no-phone-home']
@@ -68,7 +68,7 @@ SERVER_UID = '65520'
 def serve_metadata(
     libvirt: Libvirt, state: Path, config_directory: Path, is_required: bool, at_exit: ExitStack
 ) -> Callable[[], None]:
-    """Start a metadata server if none answers, and return a function that repeats this."""
+    """Give a bridge the address, start a server if none answers, and return what repeats both."""
     bridge = libvirt.find_bridge()
     if bridge is None:
         if is_required:
@@ -156,7 +156,6 @@ class MetadataServer:
 
 
 def make_command(program: str, guest_directory: Path) -> list[str]:
-    """Return the command that runs a module of mdserver with absolute paths."""
     # -P: root must not import files from the directory in which ecompute is started.
     return [sys.executable, '-P', '-m', f'mdserver.{program}', '--guests', str(guest_directory.resolve())]
 
@@ -239,7 +238,10 @@ class GuestData:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
-        """Write a file for each MAC of an instance, and remove an earlier report."""
+        """Write a file for each MAC of an instance, and remove an earlier report.
+
+        A MAC of another instance in `list_current()`, or of one that is written now, raises BuildFailed.
+        """
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
                 other = self._pending_writes.get(mac) or self._read_owner(mac)
@@ -271,7 +273,7 @@ class GuestData:
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
     def read_instances(self) -> dict[str, str]:
-        """Return the instance of each file, by its MAC or, for a report, by the instance itself."""
+        """Return {MAC: instance} of the files for guests, and {instance: instance} of reports."""
         suffixes = READY_SUFFIX, PARTIAL_REPORT_SUFFIX
         reporters = {path.stem for suffix in suffixes for path in self.directory.glob(f'*{suffix}')}
         owners = {path.stem: self._read_owner(path.stem) for path in self.directory.glob('*.json')}
