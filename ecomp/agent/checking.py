@@ -26,7 +26,7 @@ PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTP
 
 
 def probe_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]]:
-    """Return the state of etcd and placement, and the findings about them and this machine."""
+    """Return the state of etcd and placement, and findings about them and this machine."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     machine = _read_machine(config, not status.placement_failure)
     findings = [*run_checks(health.CHECKS, SERVERS, status), *run_checks(health.CHECKS, MACHINE, machine)]
@@ -34,7 +34,7 @@ def probe_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]
 
 
 def close_dhcp(config: ComputeConfig) -> Iterator[str]:
-    """Close the DHCP of our networks to unknown MACs, and yield what was done."""
+    """Close our networks' DHCP to unknown MACs, or raise Conflict if ecompute runs here."""
     from ecomp.virt.connection import Connection
     from ecomp.virt.networks import Networks
 
@@ -55,7 +55,7 @@ def close_dhcp(config: ComputeConfig) -> Iterator[str]:
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> list[Problem]:
-    """Return why a start fails: wrong ratios, or traits and classes that placement lacks."""
+    """List why a start would fail: wrong ratios, or traits and classes that placement lacks."""
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     found = [explain_error(partial(provider.add_ratios, dict.fromkeys(classes, {}), config.allocation_ratios))]
     # A start waits for a placement that does not answer, so the configuration is not wrong then.

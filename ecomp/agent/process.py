@@ -47,7 +47,6 @@ REQUIRED_LIMITS = (
     (resource.RLIMIT_AS, 2 * 1024**3, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
 )
 
-
 METRICS_INTERVAL_SECONDS = 15.0
 METRICS = {
     'ecomp_read_only': ('gauge', 'Whether this ecompute is read-only, and so starts nothing.', ''),
@@ -73,7 +72,7 @@ METRICS = {
 
 
 class MetricsWriter:
-    """Writes the metrics of a compute to `path` until stop(), in a thread that nothing waits for."""
+    """Writes a compute's metrics to `path` in a thread, until stop() removes the file."""
 
     def __init__(self, path: Path, compute: Compute) -> None:
         self._path, self._compute = path, compute
@@ -88,8 +87,8 @@ class MetricsWriter:
         self._loop.schedule()
 
     def stop(self) -> None:
-        # A file that stays behind shows that its ecompute did not end cleanly.
         self._loop.stop()
+        # A file that stays behind shows that its ecompute did not end cleanly.
         with self._lock, suppress(OSError):
             self._is_stopped = True
             self._path.unlink(missing_ok=True)
