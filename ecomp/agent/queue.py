@@ -110,7 +110,7 @@ CLAIMED_ELSEWHERE, REFUSED, LOST, YIELDED = 'claimed elsewhere', 'refused', 'los
 class Taker:
     """Takes requests for one compute, one at a time.
 
-    Only on_hosts() and choose_delay() are thread-safe. After an error of take_next(), reset() must be called.
+    Only on_hosts() and choose_delay() are thread-safe. After an error of take_next(), mark_room_stale() must be called.
     """
 
     control: ControlPlane
@@ -131,8 +131,8 @@ class Taker:
         self.deferrals = Deferrals()
         self._rng = random.Random()
         # The instances of this compute's requests, and those that we move there ourselves.
-        self._requested, self._moved = set[str](), set[str]()
-        self._noted: set[tuple[str, str]] = set()
+        self._instances, self._moves = set[str](), set[str]()
+        self._notes: set[tuple[str, str]] = set()
         # Without traits and usage, which are read before a take.
         self._room, self._is_room_stale = Provider(self.compute, self.initial_inventory), False
         self._next_room_read, self._fits_by_query = -math.inf, dict[str, bool]()
@@ -143,13 +143,13 @@ class Taker:
 
     def on_hosts(self, state: State) -> bool:
         """Note this compute's requests, and return whether any came or went that we did not move."""
-        before, self._requested = self._requested, {keys.get_last_part(key) for key in state}
-        changed = (self._requested ^ before) - self._moved
-        self._moved -= self._requested
+        before, self._instances = self._instances, {keys.get_last_part(key) for key in state}
+        changed = (self._instances ^ before) - self._moves
+        self._moves -= self._instances
         self._is_room_stale = self._is_room_stale or bool(changed)
         return bool(changed)
 
-    def reset(self) -> None:
+    def mark_room_stale(self) -> None:
         self._is_room_stale = True
 
     def get_due_time(self) -> float:
@@ -166,7 +166,7 @@ class Taker:
         if backlog is None or not self.may_take():
             return False
         self.deferrals.cancel_all_but(backlog.names)
-        self._noted = {note for note in self._noted if note[0] in backlog.names}
+        self._notes = {note for note in self._notes if note[0] in backlog.names}
         self._clear_taker_keys(backlog)
         if not self.can_build():
             return False
@@ -182,7 +182,7 @@ class Taker:
         return place is not None
 
     def _clear_taker_keys(self, backlog: Backlog) -> None:
-        """Release what dead attempts of ours left."""
+        """Release the claims, and delete the taker keys, that our dead attempts left."""
         deferred = self.deferrals.get_deferred(time.monotonic())
         for key, revision in backlog.takers.get(self.compute, {}).items():
             instance = keys.get_last_part(key)
@@ -199,7 +199,7 @@ class Taker:
         return {each for each in instances if each not in guests and self.release_claim(each)}
 
     def _read_room(self, backlog: Backlog) -> None:
-        """Read this compute's room, after the claims that dead attempts left there are released."""
+        """Release the claims that dead attempts left here, then read this compute's room."""
         self._is_room_stale = False
         try:
             held = allocations.read_provider_allocations(self._placement, self.compute)
@@ -223,6 +223,7 @@ class Taker:
         return self._fits_by_query[flavor.query]
 
     def _choose(self, backlog: Backlog) -> WaitingEntry | None:
+        """Return the first waiting request that may be taken now, and defer those that may not."""
         fitting = {query for query, flavor in backlog.flavors.items() if self._fits(flavor)}
         while fitting:
             deferred = self.deferrals.get_deferred(time.monotonic())
@@ -246,11 +247,11 @@ class Taker:
     def _is_held_elsewhere(self, instance: str) -> bool:
         # A silent compute keeps its claim (rule: claim-stays). Placement is read only if such a claim ended a take.
         note = instance, CLAIMED_ELSEWHERE
-        if note not in self._noted:
+        if note not in self._notes:
             return False  # a take finds out: its claim expects that nothing is held
         if find_compute(read_consumer(self._placement, instance).allocations) in ('', self.compute):
-            self._noted.discard(note)
-        return note in self._noted
+            self._notes.discard(note)
+        return note in self._notes
 
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
         is_old = place.revision <= max(self.queues.first_seen_revision, self.queues.accepted_revision)
@@ -268,13 +269,14 @@ class Taker:
         """Defer the request once, and return True, if its group prefers other computes."""
         best = max([0, *map(group.get_preference, group.member_counts)]) if group is not None else 0
         note = instance, YIELDED
-        if group is None or group.get_preference(self.compute) >= best or note in self._noted:
+        if group is None or group.get_preference(self.compute) >= best or note in self._notes:
             return False
-        self._noted.add(note)
+        self._notes.add(note)
         self.deferrals.defer(instance, queue.MAX_LOAD_DELAY_SECONDS + queue.get_max_jitter(self.queues.taker_count))
         return True
 
     def _try(self, place: WaitingEntry) -> None:
+        """Take the request, or note why not and defer it or its flavor."""
         instance, flavor = place.entry.instance, place.entry.flavor
         self.deferrals.defer(instance)  # also if it is taken, because the followed state may be stale
 
@@ -288,16 +290,16 @@ class Taker:
             self._is_room_stale = self._is_room_stale or DISABLED in traits  # an operator who enables it waits
             return self._fits(flavor)
 
-        self._moved.add(instance)
+        self._moves.add(instance)
         is_taken = False
         try:
             is_taken = self.take(place, still_fits)
             # Most likely another compute was faster, but not twice.
-            if not is_taken and (instance, LOST) in self._noted and self._store.get(keys.flavor(flavor.name)) is None:
+            if not is_taken and (instance, LOST) in self._notes and self._store.get(keys.flavor(flavor.name)) is None:
                 self.deferrals.defer(flavor.name)
         except ClaimedElsewhere as error:
             log.info('a queued request is not taken: %s', error)
-            self._noted.add((instance, CLAIMED_ELSEWHERE))
+            self._notes.add((instance, CLAIMED_ELSEWHERE))
         except NoCapacity as error:
             log.debug('%s: %s', instance, error)
             self._is_room_stale = True
@@ -308,8 +310,8 @@ class Taker:
             self._on_refusal(place, str(error))
         finally:
             if not is_taken:
-                self._moved.discard(instance)
-                self._noted.add((instance, LOST))
+                self._moves.discard(instance)
+                self._notes.add((instance, LOST))
         if is_taken:
             self._room = self._room.with_usage([flavor.resources])
             # Queries that did not fit fit still less; the others are checked again.
@@ -317,10 +319,11 @@ class Taker:
             log.info('took instance %s from the queue of flavor %s', instance, flavor.name)
 
     def _on_refusal(self, place: WaitingEntry, reason: str) -> None:
+        """Note a request's first refusal, and end the request in error at its second."""
         self._is_room_stale = True
         instance, reason = place.entry.instance, reason[:MAX_REASON_CHARACTERS]
-        if (instance, REFUSED) not in self._noted:  # placement may lack our provider, which the next read finds out
-            self._noted.add((instance, REFUSED))
+        if (instance, REFUSED) not in self._notes:  # placement may lack our provider, which the next read finds out
+            self._notes.add((instance, REFUSED))
         elif self.refuse(place, reason):
             log.error('instance %s is not taken from its queue: %s', instance, reason)
 
@@ -362,7 +365,7 @@ class Taker:
         return False
 
     def refuse(self, place: WaitingEntry, reason: str) -> bool:
-        """End in error a request that no compute can take, and return False if it is gone or taken."""
+        """End a queued request in error, or return False if it has changed or another takes it."""
         waiting, now = place.entry, self._now()
         if find_compute(read_consumer(self._placement, waiting.instance).allocations) not in ('', self.compute):
             return False
@@ -393,7 +396,7 @@ class Taker:
         placement, store = self._placement, self._store
         note = partial(notes.note_released, store)
         # A new order may use the uuid again, and its attempt then takes over our claim.
-        results = release(placement, [instance], lambda held: find_needed(store, held, self.compute, NOT_QUEUED), note)
+        results = release(placement, [instance], lambda each: find_needed(store, each, self.compute, NOT_QUEUED), note)
         return bool(results[instance])
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
@@ -440,7 +443,7 @@ class TakeLoop:
         self.stop = self._loop.join  # before this `may_take` must return False, or the take in flight goes on
 
     def wake_up(self, reason: str) -> None:
-        """Take after this compute's delay, unless woken already, from any thread."""
+        """Schedule a take after this compute's delay, unless one is scheduled, from any thread."""
         if self._next_take == math.inf:
             log.debug('woken: %s', reason)
             self._next_take = time.monotonic() + self._taker.choose_delay()
@@ -462,7 +465,7 @@ class TakeLoop:
         self._next_take = math.inf
         has_tried = self._failures.attempt(TAKING, self._taker.take_next)
         if has_tried is None:
-            self._taker.reset()
+            self._taker.mark_room_stale()
             return self._deferrals.defer(TAKING)
         self._deferrals.cancel(TAKING)
         if has_tried:

@@ -308,7 +308,7 @@ class Compute:
             while self.taker.take_next():
                 pass
         except EcompError:
-            self.taker.reset()
+            self.taker.mark_room_stale()
             raise
 
     def take_and_build(self, times: int = 1) -> None:
