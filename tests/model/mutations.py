@@ -123,7 +123,7 @@ CLAIM = {
     'a taker that gives up does not ask for attempts': make_bug(
         'ecomp.agent.queue:Taker.release_claim', replace_call('find_needed', '()'), 'queue_entry_removed'),
     'a compute without queues keeps what it claimed for them': make_bug(
-        'ecomp.agent.host.claims:ClaimKeeper._select_kept', replace_argument('find_needed', 3, "'queued'"),
+        'ecomp.agent.host.claims:ClaimKeeper._find_needed', replace_argument('find_needed', 3, "'queued'"),
         'queues_off'),
     'the keeper releases at the first look': make_bug(
         'ecomp.agent.host.claims:CONFIRMATION_SECONDS', Constant(0.0), 'foreign_claim'),

@@ -88,7 +88,7 @@ REPORTED = {
         'ecomp.agent.queue:Taker._is_held_elsewhere', drop_statement('discard'), 'forget_and_taker'),
     # Claims that are checked a second time
     'the keeper does not look again before it releases': make_bug(
-        'ecomp.agent.host.claims:ClaimKeeper._select_kept', replace_return('set()'), 'claim_keeper'),
+        'ecomp.agent.host.claims:ClaimKeeper._find_needed', replace_return('set()'), 'claim_keeper'),
     'a release does not keep what is wanted': make_bug(
         'ecomp.placement.allocations:release', replace_assignment('excluded', '()'), 'keeper_and_create'),
     'a destroy out of a queue does not compare the entry': make_bug(

@@ -26,27 +26,27 @@ MAX_SKIPPED_CHECKS = 10
 # A provider's generation changes with its inventory, traits, aggregates and each claim on it, but not when a consumer
 # is deleted. A conclusion from an unchanged generation therefore also holds after a release.
 class LastGoodCheck:
-    """The generation at the last check without differences, and how many skips it still allows."""
+    """The generation at the last check without differences, and how many skips it allows."""
 
     def __init__(self) -> None:
         self._generation: int | None = None
-        self._skips_left = 0
+        self._skips = 0
 
     def use_skip(self, generation: int | None) -> bool:
         """Use a skip and return True, if one is left and `generation` is the recorded one, not None."""
-        if generation is None or generation != self._generation or not self._skips_left:
+        if generation is None or generation != self._generation or not self._skips:
             return False
-        self._skips_left -= 1
+        self._skips -= 1
         return True
 
     def record(self, generation: int | None) -> None:
         """Note the generation before a check without differences, or None after any other check."""
-        self._generation, self._skips_left = generation, MAX_SKIPPED_CHECKS
+        self._generation, self._skips = generation, MAX_SKIPPED_CHECKS
 
 
 log = logging.getLogger(__name__)
 
-Seen = TypeVar('Seen', bound=Hashable)
+Item = TypeVar('Item', bound=Hashable)
 
 # Least time between the first and the confirming sighting, on this compute's monotonic clock.
 CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
@@ -60,13 +60,14 @@ def find_orphans(
 
 
 def find_differing(claims: Mapping[str, Resources], targets: Mapping[str, Resources]) -> set[str]:
+    """Return the instances that have a claim, but of other amounts than their target."""
     return {instance for instance, amounts in targets.items() if claims.get(instance, amounts) != amounts}
 
 
 def confirm_sightings(
-    previous_sightings: Mapping[Seen, float], sighted: Collection[Seen], now: float
-) -> tuple[dict[Seen, float], set[Seen]]:
-    """Return the first sighting of each in `sighted`, and those seen for CONFIRMATION_SECONDS."""
+    previous_sightings: Mapping[Item, float], sighted: Collection[Item], now: float
+) -> tuple[dict[Item, float], set[Item]]:
+    """Return when each item was first sighted, and those sighted for CONFIRMATION_SECONDS."""
     first = {each: previous_sightings.get(each, now) for each in sighted}
     return first, {each for each, seen_at in first.items() if now - seen_at >= CONFIRMATION_SECONDS}
 
@@ -126,7 +127,7 @@ class ClaimKeeper:
         orphans = find_orphans(consumers, {*map(keys.get_last_part, requests)}, guests, in_flight)
         self._first_sightings, confirmed = confirm_sightings(self._first_sightings, orphans, now)
         note = partial(note_released, self._store)
-        for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
+        for consumer, released in release(self._placement, confirmed, self._find_needed, note).items():
             if released:
                 consumers.pop(consumer, None)
                 TALLY.add('ecomp_claims_released_total')
@@ -143,5 +144,5 @@ class ClaimKeeper:
         except EcompError as error:  # no room, or amounts that placement refuses
             log.info('the claim of instance %s in placement differs from its request, and stays: %s', instance, error)
 
-    def _select_kept(self, holding: Mapping[str, Allocations]) -> set[str]:
+    def _find_needed(self, holding: Mapping[str, Allocations]) -> set[str]:
         return find_needed(self._store, holding, self._compute, self._queued)

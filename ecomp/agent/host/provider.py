@@ -117,10 +117,10 @@ def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementIn
     return closed_inventory
 
 
-def _make_inventory_class(total: int, used_by_others: int, unit: int) -> dict[str, int]:
+def _make_inventory_class(total: int, foreign_use: int, unit: int) -> dict[str, int]:
     whole = max(total // unit, 1)
     # Rounded up, because a partly used unit cannot be allocated.
-    return {'total': whole, 'reserved': min(max(-(-used_by_others // unit), 0), whole)}
+    return {'total': whole, 'reserved': min(max(-(-foreign_use // unit), 0), whole)}
 
 
 def _measure_guest_memory(instances: Set[str]) -> int:
@@ -150,9 +150,9 @@ def _read_allocated_bytes(path: Path, device: int) -> int:
     return status.st_blocks * 512 if status.st_dev == device else 0
 
 
-def settle_reserved(current: PlacementInventory, measured: PlacementInventory, is_exact: bool) -> PlacementInventory:
-    """Return `measured`, with the current reserved amount of each class that hardly differs."""
-    settled = {name: dict(parts) for name, parts in measured.items()}
+def settle_reserved(current: PlacementInventory, new: PlacementInventory, is_exact: bool) -> PlacementInventory:
+    """Return `new`, but keep reserved amounts that hardly differ, unless `is_exact`."""
+    settled = {name: dict(parts) for name, parts in new.items()}
     for name, parts in settled.items():
         before = current.get(name, parts)['reserved']
         if not is_exact and abs(parts['reserved'] - before) <= parts['total'] * RESERVED_TOLERANCE:
@@ -161,7 +161,6 @@ def settle_reserved(current: PlacementInventory, measured: PlacementInventory, i
 
 
 def parse_inventory(inventory: PlacementInventory) -> dict[str, model.Inventory]:
-    """Convert an inventory from placement's form to the model's, with nothing used."""
     return {
         name: model.Inventory(int(parts['total']), int(parts.get('reserved', 0)), parts.get('allocation_ratio', 1.0))
         for name, parts in inventory.items()
@@ -200,7 +199,7 @@ class Registration:
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Make and correct the provider, and enable it unless an operator disabled it."""
-        is_right = self._read_provider()
+        is_right = self._reread_provider()
         is_new = self.provider is None and providers.ensure_provider(self.placement, self.compute)
         if is_new:
             log.info('created resource provider %s', self.compute)
@@ -220,7 +219,7 @@ class Registration:
             self._last_good_check.record(generation)
             self.created_generation = generation if is_new else None
         if has_changed_names or not is_right:
-            self._read_provider()
+            self._reread_provider()
 
     def ensure_registered(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
         """Register again if the provider was changed or removed outside ecomp."""
@@ -239,7 +238,7 @@ class Registration:
             return
         if providers.set_inventory(self.placement, self.compute, inventory, None, is_closing) is not None:
             self.inventory = inventory
-            self._read_provider()
+            self._reread_provider()
             amounts = (f'{name} {parts["reserved"]:g}' for name, parts in sorted(inventory.items()))
             log.info('reserved in placement for what ecomp did not create: %s', ', '.join(amounts))
 
@@ -249,12 +248,14 @@ class Registration:
         failpoint('closed')
         providers.change_names(self.placement, self.compute, TRAITS, status.apply_stop)
 
-    def _read_provider(self) -> bool:
+    def _reread_provider(self) -> bool:
+        """Read the provider, and return whether its inventory is right."""
         self.provider = providers.read_provider(self.placement, self.compute, traits=True, aggregates=True, used={})
         return self.provider is not None and providers.has_inventory(self.provider.inventories, self.inventory)
 
     def _compare_provider(self) -> bool:
-        if not self._read_provider() or self.provider is None:
+        """Read the provider, and return whether all of it is right."""
+        if not self._reread_provider() or self.provider is None:
             return False
         current = {TRAITS: frozenset(self.provider.traits), AGGREGATES: frozenset(self.provider.aggregates)}
         return all(names == self._derive_names(kind, names) for kind, names in current.items())
@@ -264,6 +265,7 @@ class Registration:
         return status.apply_start(names) if kind == TRAITS else names
 
     def _update_names(self, is_closing: Callable[[], bool]) -> bool:
+        """Write traits and aggregates to placement, and return whether that changed any."""
         self._create_traits()
         changed = False
         # AGGREGATES only if configured or ours, which saves most computes a call.
@@ -284,10 +286,10 @@ class Registration:
         return changed
 
     def _create_traits(self) -> None:
+        """Create unknown CUSTOM_ traits, leave out other detected ones, refuse configured ones."""
         if not self._configured_names[TRAITS]:
             return
         missing = self._configured_names[TRAITS] - providers.read_names(self.placement, self.compute, TRAITS)
-        # An unknown CUSTOM_ trait is created. Another one is left out if detected, and refused if configured.
         unknown = providers.create_missing_traits(self.placement, missing)
         _refuse_unknown_traits(self.placement, unknown.intersection(self.configured_traits))
         self._configured_names[TRAITS] -= unknown
