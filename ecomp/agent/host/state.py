@@ -72,7 +72,7 @@ class Memory:
         self._unhandled: frozenset[str] | None = None  # as written since this boot; None: not yet
         self._now = now
         # Guards the fields below. Not held while a file is written, which may take seconds and concerns one instance.
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._locked: set[str] = set()
         self._entries: dict[str, MemoryEntry] = {}
         # Instances whose file could not be written, and those whose file is malformed or of a newer ecomp.
@@ -112,19 +112,19 @@ class Memory:
         with self._lock_instance(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
-            with self._changed:
+            with self._condition:
                 self._entries.pop(instance, None)
                 self._end_times.pop(instance, None)  # to keep the oldest first
                 self._end_times[instance] = when
-        self._sweep()
+        self._forget_old_ends()
 
     def get_entries(self) -> Mapping[str, MemoryEntry]:
-        with self._changed:
+        with self._condition:
             return dict(self._entries)
 
     def get_ended(self) -> frozenset[str]:
         """Return the instances whose end here is remembered, for a day at least."""
-        with self._changed:
+        with self._condition:
             return frozenset(self._end_times)
 
     def load_unhandled(self) -> frozenset[str]:
@@ -167,16 +167,15 @@ class Memory:
 
     @contextmanager
     def _lock_instance(self, instance: str) -> Iterator[None]:
-        """Exclude other writers of the instance's entry, so that its file holds the last change."""
-        with self._changed:
-            self._changed.wait_for(lambda: instance not in self._locked)
+        with self._condition:
+            self._condition.wait_for(lambda: instance not in self._locked)
             self._locked.add(instance)
         try:
             yield
         finally:
-            with self._changed:
+            with self._condition:
                 self._locked.remove(instance)
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def _save(self, entry: MemoryEntry) -> None:
         record, failure = entry.record, entry.failure
@@ -184,7 +183,7 @@ class Memory:
         if failure:
             data['failure'] = {'stage': failure.stage, 'reason': failure.reason}
         self._write(record.instance, dump(data))
-        with self._changed:
+        with self._condition:
             self._end_times.pop(record.instance, None)  # the uuid was used again
             self._entries[record.instance] = entry
 
@@ -198,16 +197,16 @@ class Memory:
         else:
             self._unsaved.discard(instance)
 
-    def _sweep(self) -> None:
+    def _forget_old_ends(self) -> None:
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=states.RETENTION_SECONDS[states.GONE])
-        with self._changed:
+        with self._condition:
             oldest = list(itertools.islice(self._end_times.items(), MAX_SWEPT_PER_END))
         # Oldest first: usually the first one ends the loop.
         for instance, end_time in oldest:
             if datetime.fromisoformat(end_time) >= limit:
                 return
             with self._lock_instance(instance):
-                with self._changed:
+                with self._condition:
                     if self._end_times.get(instance) != end_time:
                         continue  # its uuid was used again
                     del self._end_times[instance]
@@ -248,12 +247,12 @@ class Identity:
         self._previous_holder = os.pread(self._lock, 64, 0)
         self._write_holder(f'{os.getpid()}\n'.encode())
 
-    def choose_uuid(self, configured: str | None) -> str:
-        """Return the provider's uuid, configured, saved or new, for save() to write."""
-        if configured is None:
+    def choose_uuid(self, setting: str | None) -> str:
+        """Return the setting, else the saved uuid, else a new one, which save() then writes."""
+        if setting is None:
             return self._read_or_make('uuid')
-        self._unsaved['uuid'] = configured
-        return configured
+        self._unsaved['uuid'] = setting
+        return setting
 
     def choose_token(self) -> str:
         return self._read_or_make('token')
@@ -308,7 +307,7 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def verify_or_adopt(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is familiar (rule: familiar-etcd), as the first one here is."""
+    """Return whether etcd is familiar (rule: familiar-etcd), after adopting a first one."""
     try:
         if guard.known_cluster.identity:
             store.require_identity()
@@ -325,12 +324,12 @@ class KnownEtcd:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / 'etcd.json'
-        self._cluster = self._written = KnownCluster()
+        self._cluster = self._content = KnownCluster()
         self._is_started = self._has_failed = False
         self._loop = Loop('known etcd', self._write)
 
     def load(self) -> KnownCluster:
-        """Read the file, or return an empty KnownCluster if it is missing."""
+        """Read the file, or return an empty KnownCluster if there is none."""
         try:
             with suppress(FileNotFoundError):
                 self._cluster = decode(KnownCluster, self._path.read_bytes())
@@ -356,10 +355,10 @@ class KnownEtcd:
 
     def _write(self) -> float:
         current = self._cluster
-        if current != self._written and current.identity:
+        if current != self._content and current.identity:
             try:
                 write_durably(self._path, encode(current) + '\n')
-                self._written, self._has_failed = current, False
+                self._content, self._has_failed = current, False
             except OSError as error:
                 if not self._has_failed:
                     log.warning('%s: %s: the revision of etcd is not saved', self._path, error.strerror)

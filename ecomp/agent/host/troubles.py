@@ -32,7 +32,7 @@ class Troubles:
         self._lock = threading.Lock()
         self._failures = deque[BuildFailure](maxlen=MAX_FAILURES)
         # What the hypervisor found, and since when (monotonic) it fails; None: it answers.
-        self._found: list[str] = []
+        self._troubles: list[str] = []
         self._failing_since: float | None = None
         self.reasons: Sequence[str] = ()
         loop = Loop('troubles', self.check)
@@ -60,11 +60,11 @@ class Troubles:
         except EcompError as error:
             failing_since = now if self._failing_since is None else self._failing_since
             if time.monotonic() - failing_since < CONFIRMATION_SECONDS:  # the question itself may take long
-                found = self._found
+                found = self._troubles
             else:
                 found = ['libvirt does not answer' if isinstance(error, Unreachable) else split_fix(str(error))[0]]
         with self._lock:
-            self._found, self._failing_since = found, failing_since
+            self._troubles, self._failing_since = found, failing_since
             self._update()
         interval = CHECK_INTERVAL_SECONDS * random.uniform(0.9, 1.1)
         return time.monotonic() + (interval if failing_since is None else CONFIRMATION_SECONDS)
@@ -72,7 +72,7 @@ class Troubles:
     def _update(self) -> None:
         # The caller holds the lock, so that the last reasons are published last.
         failed_builds = find_build_trouble(self._failures, time.monotonic())
-        reasons = [*self._found, *([failed_builds] if failed_builds else [])]
+        reasons = [*self._troubles, *([failed_builds] if failed_builds else [])]
         if reasons != list(self.reasons):
             self.reasons = reasons
             if reasons:

@@ -50,7 +50,7 @@ LOOK_SECONDS = 2.0
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Collection[str] | None = None) -> None:
-    """Reserve missing addresses of active and stopped instances again, or other ones."""
+    """Reserve again what active and stopped instances lack, another address if one is taken."""
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED) or (instances is not None and instance not in instances):
@@ -144,14 +144,15 @@ class Upkeep:
                     log.warning('%s %s: %s', finding.code, finding.subject, self._repair(finding))
 
     def _look(self, is_asked: bool) -> tuple[World, dict[Finding, float]]:
+        """Measure, read the world, and find what is wrong, with its age in seconds."""
         now = time.monotonic()
         self.measure()
         world = self.read_world(is_asked)
         revisions = index_revisions(world.planes.etcd)
         marks = ((each, tuple(sorted(revisions.get(each.subject, {}).items()))) for each in find_all(world))
-        seen: dict[Hashable, Finding] = {mark: mark[0] for mark in marks}
-        self._first_sightings, _ = confirm_sightings(self._first_sightings, seen.keys(), now)
-        return world, {finding: now - self._first_sightings[sighting] for sighting, finding in seen.items()}
+        findings: dict[Hashable, Finding] = {mark: mark[0] for mark in marks}
+        self._first_sightings, _ = confirm_sightings(self._first_sightings, findings.keys(), now)
+        return world, {finding: now - self._first_sightings[sighting] for sighting, finding in findings.items()}
 
     def _publish(self, report: HostReport) -> None:
         self.report = report
@@ -238,6 +239,7 @@ class Upkeep:
         self._answered |= questions.keys()
 
     def _answer_looks(self, looks: Mapping[str, Entry]) -> None:
+        """Look, and publish the findings, after repairs if asked, at the second look."""
         answered, self._begun = looks.keys() & self._begun, set(looks.keys() - self._begun)
         with self.lock:
             try:
@@ -260,6 +262,7 @@ class Upkeep:
                 self._publish(report._replace(revision=max(looks[key].revision for key in answered)))
 
     def _repair(self, finding: Finding, age_seconds: float = math.inf) -> str:
+        """Repair a finding, and return what was done, or why nothing was."""
         if age_seconds < CONFIRMATION_SECONDS:
             return f'not repaired: the finding is only {age_seconds:.0f} s old. Try: the same command in a minute'
         try:
