@@ -127,7 +127,7 @@ ROWS = (
         '                    ticket.events',
         ('tests/functional/test_pool.py::test_queued_build_is_cancelled_immediately',)),
     Row('an image that changed during its download is kept', 'ecomp/agent/images/fetch.py',
-        'if expected is None and not self._recheck(result.version):', 'if False:',
+        'if sha256 is None and not self._is_unchanged(result.version):', 'if False:',
         ('tests/functional/test_image_cache.py::test_image_that_changes_during_the_download_is_refused',)),
     Row('the inspection of an image may take any amount of memory', 'ecomp/agent/images/inspection.py',
         '    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))\n', '',

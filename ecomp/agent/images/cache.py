@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK_FILE = '.lock'
-ASKED_PREFIX = '.asked-'
-SCRUBBED_PREFIX = '.read-'
+QUESTION_PREFIX = '.asked-'
+SCRUB_PREFIX = '.read-'
 BAD_PREFIX = '.bad-'
 
 
@@ -93,12 +93,12 @@ class BaseVolumes:
     def note_question(self, url: str, asked_at: float, is_answered: bool) -> None:
         """Note for all processes, if possible, when (monotonic) the URL's server was asked."""
         with suppress(OSError):
-            self._get_note_path(ASKED_PREFIX, hash_url(url)).write_text(json.dumps([asked_at, is_answered]))
+            self._get_note_path(QUESTION_PREFIX, hash_url(url)).write_text(json.dumps([asked_at, is_answered]))
 
     def must_ask(self, url: str, requested_at: float) -> bool:
         """Return whether a build requested at `requested_at` (monotonic) must ask the server."""
         try:
-            asked_at, is_answered = json.loads(self._get_note_path(ASKED_PREFIX, hash_url(url)).read_bytes())
+            asked_at, is_answered = json.loads(self._get_note_path(QUESTION_PREFIX, hash_url(url)).read_bytes())
             # An answer counts for builds that were requested before the question, as a pool starts builds one by one.
             # Silence counts for all builds of UNREACHABLE_SECONDS: their timeouts would add up.
             is_served = asked_at > requested_at if is_answered else time.monotonic() - asked_at < UNREACHABLE_SECONDS
@@ -109,7 +109,7 @@ class BaseVolumes:
     def read_scrub_time(self, sha256: str) -> float:
         """Return when (epoch) a base volume was last read as a whole, or 0."""
         with suppress(FileNotFoundError):
-            return self._get_note_path(SCRUBBED_PREFIX, sha256).stat().st_mtime
+            return self._get_note_path(SCRUB_PREFIX, sha256).stat().st_mtime
         return 0.0
 
     def note_scrub(self, sha256: str, is_good: bool) -> None:
@@ -118,7 +118,7 @@ class BaseVolumes:
             self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
         else:
             self._get_note_path(BAD_PREFIX, sha256).touch()
-        self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
+        self._get_note_path(SCRUB_PREFIX, sha256).touch()
 
     def hold(self, sha256: str, size: int | None = None) -> BaseHold | None:
         """Hold and touch the base volume of this content, or return None if it is missing or bad."""
@@ -144,11 +144,11 @@ class BaseVolumes:
                 sync_directory(self._directory)
                 self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
                 with suppress(OSError):  # otherwise it is only read again sooner
-                    self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
+                    self._get_note_path(SCRUB_PREFIX, sha256).touch()
             return _hold_file(path)
 
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
-        """Extend an open download to `size_bytes` or more, and return its length."""
+        """Evict for an open download, extend it to `size_bytes` or more, and return its length."""
         with self._hold_lock():
             free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
             size_bytes += min(ahead_bytes, free // 4)  # other downloads count the added bytes as used
@@ -159,7 +159,7 @@ class BaseVolumes:
         """Remove the downloads of killed workers, and outdated notes."""
         with self._hold_lock():
             self._remove_stale_notes()
-        for note in self._directory.glob(f'{ASKED_PREFIX}*'):
+        for note in self._directory.glob(f'{QUESTION_PREFIX}*'):
             note.unlink(missing_ok=True)
         for part in self._directory.glob('base-*.part'):
             with suppress(OSError), lock_if_idle(part) as is_idle:
@@ -167,7 +167,7 @@ class BaseVolumes:
                     part.unlink(missing_ok=True)
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict until `more_bytes` of a download fit, and return how many further bytes are free."""
+        """Evict until `more_bytes` fit, and return the bytes then free, or raise BuildFailed."""
         size, limit = _format_size(size_bytes), _format_size(self._limit_bytes)
         fix = 'Fix: increase `image_cache:` in compute.yaml of this host'
         if size_bytes > self._limit_bytes:
@@ -176,7 +176,7 @@ class BaseVolumes:
         used = sum(size for _, size in files.values())
         if used + more_bytes <= self._limit_bytes:
             return self._limit_bytes - used - more_bytes
-        in_use = self._list_base_files()
+        in_use = self._list_bases_in_use()
         evicted: dict[Path, int] = {}
         for path in sorted(files, key=lambda each: files[each]):
             if path.suffix == '.part' or os.path.realpath(path) in in_use:
@@ -200,7 +200,7 @@ class BaseVolumes:
         self._remove_stale_notes()
         return self._limit_bytes - used - more_bytes
 
-    def _list_base_files(self) -> set[str]:
+    def _list_bases_in_use(self) -> set[str]:
         base_files: set[str] = set()
         for path in self._directory.iterdir():
             with suppress(FileNotFoundError):  # another worker has just removed it, and it lies on nothing any more
@@ -214,7 +214,7 @@ class BaseVolumes:
                 _, entry = _read_url_file(path)
                 if not self._is_cached(entry.sha256):
                     path.unlink()
-        for path in [*self._directory.glob(f'{SCRUBBED_PREFIX}*'), *self._directory.glob(f'{BAD_PREFIX}*')]:
+        for path in [*self._directory.glob(f'{SCRUB_PREFIX}*'), *self._directory.glob(f'{BAD_PREFIX}*')]:
             if not self._is_cached(path.name.partition('-')[2]):
                 path.unlink(missing_ok=True)
 
@@ -343,12 +343,12 @@ class Scrubber:
         self._directory = directory
         self._bases = BaseVolumes(directory, 0)
         self._bytes_per_second = bytes_per_second
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._loop = Loop('scrub', self._run)
         self.start = self._loop.schedule
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._stop_event.set()
         self._loop.join()
 
     def scrub(self, now: float) -> None:
@@ -377,11 +377,12 @@ class Scrubber:
                 log.error('%s: the content of this base volume has changed since its download: %s', path, effect)
 
     def _hash_file(self, path: Path) -> str | None:
+        """Return a file's SHA-256, or None after stop()."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
-                if self._stopped.wait(len(chunk) / self._bytes_per_second):
+                if self._stop_event.wait(len(chunk) / self._bytes_per_second):
                     return None
         return digest.hexdigest()
 
@@ -483,7 +484,7 @@ class ImageCache:
         if entry is None or hold is None:
             return self._fetch(url, None, checkpoint, report)
         try:
-            if not self._bases.must_ask(url, requested_at) or self._ask(url, entry.version, checkpoint):
+            if not self._bases.must_ask(url, requested_at) or self._is_current(url, entry.version, checkpoint):
                 return hold
             hold.close()  # the newer image may need its room
             hold = None
@@ -499,7 +500,8 @@ class ImageCache:
                 hold.close()
             raise
 
-    def _ask(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
+    def _is_current(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
+        """Ask the server whether it still has this version, or raise ServerUnavailable."""
         asked_at = time.monotonic()
 
         def ask() -> bool:
@@ -519,6 +521,7 @@ class ImageCache:
         raise ServerUnavailable('image', f'{url}: the server does not answer in time')
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report: ReportProgress) -> BaseHold:
+        """Download and inspect an image, make it a base volume, and hold that."""
         began_at, part = time.monotonic(), self._bases.get_part_path(url)
         part.unlink(missing_ok=True)  # of a worker that was killed
         try:

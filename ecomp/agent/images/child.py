@@ -61,7 +61,6 @@ def run_program(
 
 
 def start_program(module: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module` with this process's ecomp."""
     package_parent = str(Path(ecomp.__file__).parents[1])
     python_path = os.pathsep.join(filter(None, (package_parent, os.environ.get('PYTHONPATH'))))
     # -P and / : no module is imported from the current directory.

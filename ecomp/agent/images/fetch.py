@@ -61,18 +61,18 @@ class Fetch:
     _ends_at: float = field(default_factory=lambda: time.monotonic() + MAX_DOWNLOAD_SECONDS)
 
     def run(self) -> Download:
-        """Download the image, and raise ServerUnavailable also at a time limit."""
+        """Download and check the image, or raise BuildFailed, as ServerUnavailable after a timeout."""
         threading.Thread(target=self._report_progress, name='progress', daemon=True).start()
         try:
             with self._limit_wait('answer'):
                 stream = self.source.open()
-            expected = self.pin
-            if expected is None:
+            sha256 = self.pin
+            if sha256 is None:
                 with self._limit_wait(SUMS_FILE):
                     sums = self.source.read_sums()
-                expected = None if sums is None else find_sha256(sums, self.url)
-            result = self._store(stream, expected)
-            if expected is None and not self._recheck(result.version):
+                sha256 = None if sums is None else find_sha256(sums, self.url)
+            result = self._store(stream, sha256)
+            if sha256 is None and not self._is_unchanged(result.version):
                 fix = 'create the instance again, or add #sha256=… to the URL of the image'
                 raise BuildFailed('image', f'{self.url}: changed during the download. Fix: {fix}')
             return result
@@ -82,8 +82,8 @@ class Fetch:
             late = f'not complete after {MAX_DOWNLOAD_SECONDS:g} s, {self._done_bytes} bytes so far'
             raise ServerUnavailable('image', f'{self.url}: the download is {late}') from error
 
-    def _store(self, stream: Stream, expected: str | None) -> Download:
-        """Write the stream durably to the file, and check it against `expected`, if given."""
+    def _store(self, stream: Stream, sha256: str | None) -> Download:
+        """Write the stream durably to the file, and check it against `sha256` unless None."""
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
         reserved = self.reserve(self.file.fileno(), length, 0) if length else 0
@@ -116,21 +116,22 @@ class Fetch:
             raise BuildFailed('image', f'{self.url}: cut off after {self._done_bytes} of {length} bytes')
         if not self._done_bytes:
             raise BuildFailed('image', f'{self.url}: is empty')
-        if expected not in (None, digest.hexdigest()):
+        if sha256 not in (None, digest.hexdigest()):
             origin = 'its URL' if self.pin else f'{SUMS_FILE} in its directory'
-            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, but {origin} has {expected}')
+            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, but {origin} has {sha256}')
         self.file.truncate(self._done_bytes)  # release what was reserved in advance
         self.file.flush()
         os.fsync(self.file.fileno())
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
-    def _recheck(self, version: Version) -> bool:
+    def _is_unchanged(self, version: Version) -> bool:
+        """Return False if the server has another version now, True also if it does not answer."""
         with suppress(ServerUnavailable), self._limit_wait('answer'):
             return not (version.etag or version.modified) or self.source.has_version(version)
         return True
 
     @contextmanager
-    def _limit_wait(self, awaited: str) -> Iterator[None]:
+    def _limit_wait(self, subject: str) -> Iterator[None]:
         ends_at = time.monotonic() + MAX_ANSWER_SECONDS
         self.source.deadline = min(ends_at, self._ends_at)
         try:
@@ -138,7 +139,7 @@ class Fetch:
         except ServerUnavailable as error:
             if time.monotonic() < ends_at:
                 raise
-            raise ServerUnavailable('image', f'{self.url}: no {awaited} after {MAX_ANSWER_SECONDS:g} s') from error
+            raise ServerUnavailable('image', f'{self.url}: no {subject} after {MAX_ANSWER_SECONDS:g} s') from error
         finally:
             self.source.deadline = self._ends_at
 

@@ -95,7 +95,7 @@ class RemoteSource:
         raise ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
     def _request(self, url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
-        """Return the answer, of any status and with its body unread, after up to MAX_REDIRECTS."""
+        """Follow redirects, and return an answer of any other status with its body unread."""
         current_url = url
         for hop in range(MAX_REDIRECTS + 1):
             if urlsplit(current_url).scheme == 'https':
@@ -161,7 +161,7 @@ class RemoteSource:
         raise failure
 
     def limit(self, seconds: float) -> float:
-        """Return the time that a wait may take, at most `seconds`, before the deadline."""
+        """Return at most `seconds`, as the deadline allows, or raise TimeoutError after it."""
         if (remaining := self.deadline - time.monotonic()) <= 0:
             raise TimeoutError
         return min(seconds, remaining)
