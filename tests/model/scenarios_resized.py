@@ -145,7 +145,7 @@ def _make_reported(cloud: Cloud) -> Compute:
     cloud.set_instance_limit(5)
     host = make_active(cloud)
     records, request = host.instances.records, cloud.etcd.entries[keys.request(A, U)]
-    records.write(replace(records.get_existing(U), host_keys=HOST_KEYS), request.revision)
+    records.write(replace(records.require(U), host_keys=HOST_KEYS), request.revision)
     return host
 
 

@@ -110,6 +110,7 @@ class GuestTemplate:
 
 
 def load_user_data(store: Store, request: Request) -> Request:
+    """Return the request with user-data that is kept in etcd, or raise BuildFailed."""
     if request.user_data_sha256 is None:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
@@ -197,7 +198,7 @@ class Instances:
         self.on_release: Callable[[], None] = lambda: None
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """List the guests of this host, with a trouble for a running one that was refused metadata."""
+        """List the guests, add troubles for refused metadata, and delete refusals of other MACs."""
         guests, refusals = dict(self.hypervisor.list_guests()), self.guest_data.read_refusals()
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
@@ -260,7 +261,7 @@ class Instances:
         The instance keeps its claim, its name and its addresses. After a failure it has a fault, and its guest is as it
         was or, if its disk was removed before, off. A cancelled rebuild raises Superseded.
         """
-        stored, begun = self.records.get_existing(request.instance), f'{request.rebuild}{records.BEGUN}'
+        stored, begun = self.records.require(request.instance), f'{request.rebuild}{records.BEGUN}'
         is_defined = guest is not None and guest.rebuilt >= request.rebuild
         if is_defined and stored.rebuilt != begun:  # an older etcd, restored, lacks its end (rule: tombstone-only)
             older = replace(stored.mark_off(self.now()), image=request.image, host_keys=())
@@ -374,10 +375,7 @@ class Instances:
         log.info('instance %s is adopted, and %s', instance, record.state)
 
     def destroy(self, request: Request, revision: int) -> None:
-        """Remove the guest and all that belongs to it, and keep its record for a day as `gone`.
-
-        An adopted guest is only released. A full etcd keeps no record.
-        """
+        """Remove the guest, or release an adopted one, and keep its record for a day as `gone`."""
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = stored or make_record(self.compute, request, self.now())
@@ -466,7 +464,7 @@ class Instances:
     def end_vanished(self, request: Request, revision: int) -> None:
         """End an instance as `gone` whose domain and disk were removed outside ecomp."""
         instance = request.instance
-        record = copy_holdings(self.records.get_existing(instance), request)
+        record = copy_holdings(self.records.require(instance), request)
         self._remove(instance, None if record.is_adopted else steps.RemoveLeftovers(instance, self.compute))
         fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=fault), revision)
@@ -474,7 +472,7 @@ class Instances:
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Record these addresses by MAC, and write that of the first interface at /booted."""
-        record = self.records.get_existing(instance)
+        record = self.records.require(instance)
         pairs = [(each, addresses.get(each.mac)) for each in record.addresses]
         interfaces = tuple(old._replace(address=new.address, source=new.source) if new else old for old, new in pairs)
         record, operations = replace(record, addresses=interfaces), list[Put | Delete]()
@@ -488,7 +486,7 @@ class Instances:
 
     def record_ready(self, instance: str, revision: int) -> None:
         """Record the guest's host keys, and that it is ready or how its cloud-init failed."""
-        previous, now = self.records.get_existing(instance), self.now()
+        previous, now = self.records.require(instance), self.now()
         report = self.guest_data.read_report(instance)
         failure = report.failure
         # Host keys that were reported first count, whatever a later boot reports. A guest that reports has an address.
@@ -503,7 +501,7 @@ class Instances:
 
     def resize(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Define the domain for the requested size, and let its disk grow, or record why not."""
-        record, fault, change = self.records.get_existing(request.instance), None, request.resize
+        record, fault, change = self.records.require(request.instance), None, request.resize
         if record.resize is not None and guest is not None and guest.runs_with(record.resize.resources):
             record = replace(record, resources=record.resize.resources)  # it has started with the change before this
         try:
@@ -519,7 +517,7 @@ class Instances:
         self.memory.remember(request, record)
 
     def end_resize(self, request: Request, revision: int) -> None:
-        """Give back what the guest, which has started with its new size, does not use any more."""
+        """Set record, request, quota and claim to the new size, with which the guest has started."""
         assert request.resize is not None
         instance, size = request.instance, request.resize.resources
         key = keys.request(self.compute, instance)
@@ -528,7 +526,7 @@ class Instances:
             raise Superseded
         request, before = replace(request, allocations=request.allocate(size), resize=None), request.resources
         value = dump({**load_object(entry.value), 'allocations': to_wire(request.allocations), 'resize': None})
-        record = replace(self.records.get_existing(instance), resources=size, resize=None)
+        record = replace(self.records.require(instance), resources=size, resize=None)
         charge = partial(change_charge, self.store, request.project_id, before, size)
         self.memory.remember(request, self.records.write(record, revision, [Put(key, value)], charge))
         failpoint('resized')
@@ -538,17 +536,17 @@ class Instances:
             allocations.correct_claim(self.placement, instance, read_request)
 
     def record_changes(self, request: Request, revision: int) -> None:
-        record = self.records.write(copy_changes(self.records.get_existing(request.instance), request), revision)
+        record = self.records.write(copy_changes(self.records.require(request.instance), request), revision)
         self.memory.remember(request, record)
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
-        record = self._make_observed_record(self.records.get_existing(instance), guest, MANUAL)
+        record = self._make_observed_record(self.records.require(instance), guest, MANUAL)
         self.records.write(record, revision)
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def start_after_reboot(self, instance: str, revision: int) -> None:
         """Start a guest that ran when the host went down, and record a failure as its fault."""
-        record = self.records.get_existing(instance)
+        record = self.records.require(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
         stopped = record.mark_off(self.now())
@@ -576,12 +574,12 @@ class Instances:
         self._record_phase(request, revision, order.SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
-        self._start(self.records.get_existing(request.instance), revision, power.id, power.action, order.START_FAILED)
+        self._start(self.records.require(request.instance), revision, power.id, power.action, order.START_FAILED)
 
     def record_power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Record the guest's state and its power action's id, so that the action is not repeated."""
         power = _get_power(request)
-        observed = self._make_observed_record(self.records.get_existing(request.instance), guest, power.action)
+        observed = self._make_observed_record(self.records.require(request.instance), guest, power.action)
         record = self.records.write(replace(observed, power=power.id), revision)
         self.memory.remember(request, record)
         log.info('instance %s is %s, as requested', request.instance, record.state)
@@ -639,6 +637,7 @@ class Instances:
         return record if guest.running else record.mark_off(self.now())
 
     def _record_progress(self, record: Record, revision: int) -> Record:
+        """Write the record and return it, but cancel the build if its request has changed."""
         try:
             return self.records.write(record, revision)
         except Superseded:
@@ -663,6 +662,7 @@ class Instances:
         TALLY.add('ecomp_build_failures_total', failure.stage)
 
     def _remove(self, instance: str, job: Step | None) -> None:
+        """Run the job, or unmark an adopted domain, then release addresses, files and claim."""
         domain = self.hypervisor.list_foreign(instance).get(instance)
         if domain is not None and (job is None or domain.adopted_by):
             self.hypervisor.set_adoption(instance, None)
@@ -692,7 +692,7 @@ class Instances:
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
         """Record the phase of a power action, and return False if it was recorded before."""
-        record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
+        record, power = self.records.require(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
             record = record.mark_off(self.now()) if phase == order.SHUT_OFF else record

@@ -201,7 +201,7 @@ class _Ticket:
         return self.job.image if isinstance(self.job, Build) else None
 
     def iter_events(self) -> Iterator[JobEvent]:
-        """Yield the job's events until it is done, and raise what it raised."""
+        """Yield the job's events, but no outdated progress, and raise what the job raised."""
         while True:
             kind, payload = self.events.get()
             if kind == 'news':

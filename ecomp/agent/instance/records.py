@@ -56,6 +56,7 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
+        """Return the record from the cache, else from etcd, or None if there is none."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
@@ -64,14 +65,14 @@ class Records:
             self._cache[instance] = cached
         return cached.record
 
-    def get_existing(self, instance: str) -> Record:
-        """Return the record of an instance that was planned with one, or raise Superseded."""
+    def require(self, instance: str) -> Record:
+        """Return the instance's record, or raise Superseded if there is none."""
         if (record := self.get(instance)) is None:
             raise Superseded
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Do as get(), but return None for a malformed record, which the end overwrites."""
+        """Return the record, or None also for a malformed one, which the end then overwrites."""
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -147,7 +148,6 @@ class Records:
 
         The record is on a lease, to which the name of an instance in error moves. If another compute has a request for
         such an instance, name, group and quota stay for that request.
-        In a full etcd an instance that is not in error ends without a record.
         """
         instance = record.instance
         removed = [keys.request(self._compute, instance)]
@@ -189,6 +189,7 @@ class Records:
         self._commit(instance, revision, lambda host: self._store.commit([host, *conditions], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
+        """Return the revision of a commit while the request is at `revision`, or raise Superseded."""
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
         except UnknownOutcome:
@@ -313,7 +314,7 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
 def republish(
     compute: str, store: Store, placement: Placement, memory: Memory, local_instances: Collection[str], now: str
 ) -> None:
-    """Write all remembered instances to a new etcd, and end the ended ones again.
+    """Write all remembered instances to a new etcd, and end those again that had ended.
 
     `local_instances` have a domain or a disk on this host. An instance is skipped if its record is unreadable, or if it
     is claimed on another compute. After an error, which may leave a part written, the call can be repeated.
