@@ -179,7 +179,7 @@ class Waker:
             os.write(self._writer.fileno(), b'.')
 
     def wake_on_signals(self) -> None:
-        """Let signals end the wait until signal.set_wakeup_fd(-1), both in the main thread."""
+        """Let signals end the main thread's wait, until it calls signal.set_wakeup_fd(-1)."""
         # The kernel may deliver a signal to any thread. The poll in the main thread, where alone Python runs handlers,
         # then does not end: the signal would be handled up to a minute later.
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -237,7 +237,7 @@ class Loop:
             self._condition.notify()
 
     def join(self) -> None:
-        """Stop, and wait for the call in flight, so never from within `step`."""
+        """Stop, and wait for the call in flight, which must not call this itself."""
         self.stop()
         if self._thread is not None:
             self._thread.join()

@@ -33,7 +33,7 @@ class LastGoodCheck:
         self._skips = 0
 
     def use_skip(self, generation: int | None) -> bool:
-        """Use a skip and return True, if one is left and `generation` is the recorded one, not None."""
+        """Return True and use up a skip, if any is left and `generation` is the recorded one."""
         if generation is None or generation != self._generation or not self._skips:
             return False
         self._skips -= 1

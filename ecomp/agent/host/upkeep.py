@@ -159,7 +159,7 @@ class Upkeep:
         self.publish(keys.findings(self.compute), encode_report(report))
 
     def read_world(self, is_asked: bool) -> World:
-        """Read what this host has, its keys, the keys elsewhere of what it has, and its provider."""
+        """Read this host's guests and files, their keys in etcd, also elsewhere, and its provider."""
         # Placement first: a claim in its answer that was delivered since then has its request's key.
         consumers = None
         with suppress(NotFound):  # eschedule finds that there is no provider

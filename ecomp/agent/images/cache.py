@@ -268,7 +268,7 @@ def list_image_hashes(directory: Path) -> list[str]:
 
 @contextmanager
 def lock_if_idle(part: Path) -> Iterator[bool]:
-    """Yield whether no process writes this download, and keep it so during the block."""
+    """Yield whether the download has no writer, and let none begin during the block."""
     try:
         lock = try_lock(part.parent / LOCK_FILE, part.stem, create=False)
     except FileNotFoundError:

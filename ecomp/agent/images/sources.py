@@ -129,7 +129,7 @@ class Version:
     answered: str = ''
 
     def is_same(self, other: Version) -> bool:
-        """Compare the ETags or, without them, date and length, if either is known."""
+        """Return whether the ETags or, without them, date and length are known and the same."""
         # ETags of two URLs, as of mirrors after redirects, cannot be compared (RFC 9110, 8.8.3). Then, and if only one
         # version has an ETag, date and length must be known and the same.
         moved = bool(self.answered and other.answered) and self.answered != other.answered

@@ -392,7 +392,7 @@ class Instances:
         log.info('instance %s is gone', instance)
 
     def find_forgotten(self, instances: Collection[str]) -> dict[str, Request]:
-        """Return the last requests of those guests here whose destroy `host forget` completed."""
+        """Return the last request of each instance whose destroy `host forget` has completed."""
         forgotten = {}
         for instance, entry in self.memory.get_entries().items():
             with suppress(Unreadable):

@@ -134,7 +134,7 @@ class Records:
         self._commit(instance, revision, lambda host: self._store.commit([host], []))
 
     def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
-        """Delete the address at /booted of an instance without a record, if it may have one."""
+        """Delete the address at /booted that an instance without a record may have left."""
         # The end of an instance without a record does not delete it. Unless `is_here`, it was not built here, so
         # only an address that this compute remembers is deleted. The address of a running guest is written again later.
         remembered = self._memory.get_entries().get(instance)
