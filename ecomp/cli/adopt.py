@@ -17,30 +17,30 @@ from ecomp.model.host import Computes
 from ecomp.model.text import check_name, is_name, join_some
 
 
-def list_foreign(ctx: Context, computes: Sequence[str]) -> int:
-    """Print the guests on these computes that ecomp did not create, and whether each fits."""
+def print_foreign_guests(ctx: Context, computes: Sequence[str]) -> int:
+    """Print the guests that ecomp did not create, adopted or not, and whether each fits."""
     from ecomp.placement.providers import read_inventory
     from ecomp.scheduler.placing.adopt import read_foreign
 
-    found, problems = read_foreign(ctx.store, computes)
+    hosts, problems = read_foreign(ctx.store, computes)
     inventories = dict[str, Mapping[str, Any]]()
-    for compute in (each for each, foreign in found.items() if foreign.guests):
+    for compute in (each for each, foreign in hosts.items() if foreign.guests):
         with suppress(NotFound):  # then nothing fits
             inventories[compute] = read_inventory(ctx.placement, compute)
-    omitted = {compute: foreign.omitted for compute, foreign in found.items() if foreign.omitted}
+    omitted = {compute: foreign.omitted for compute, foreign in hosts.items() if foreign.omitted}
     problems = {name: f'{number} more guests are not listed' for name, number in omitted.items()} | problems
     errors = [EcompError(f'{ctx.computes.format_name(compute)}: {text}') for compute, text in sorted(problems.items())]
-    return ctx.show(make_foreign_listing(found, inventories, ctx.computes), errors)
+    return ctx.show(make_foreign_listing(hosts, inventories, ctx.computes), errors)
 
 
 def make_foreign_listing(
-    found: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Any]], computes: Computes
+    hosts: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Any]], computes: Computes
 ) -> Listing:
-    """List the guests of each compute, with what its host lacks for them."""
+    """List the guests of each compute, each with what its host lacks for it."""
     from ecomp.scheduler.placing.adopt import find_lacking
 
     rows = []
-    for compute, foreign in found.items():
+    for compute, foreign in hosts.items():
         for guest in foreign.guests:
             host, adopted = computes.format_name(compute), guest.adopted_by == compute
             # What a running guest uses is reserved until it is adopted.
@@ -56,7 +56,7 @@ def make_foreign_listing(
     return Listing([*map(Column, names), Column('DISKS', rank=2), Column('UUID', 1, UUID)], rows)
 
 
-def _adopt(ctx: Context) -> int:
+def _adopt_or_list(ctx: Context) -> int:
     from ecomp.scheduler.placing.adopt import read_foreign
 
     compute = ctx.resolve_compute(ctx.words[0])
@@ -64,7 +64,7 @@ def _adopt(ctx: Context) -> int:
     if compute not in ctx.computes.living:
         raise Conflict(f'{host}: its ecompute is not alive. Fix: start ecompute there')
     if not ctx.words[1:] and not ctx.options.all:
-        return list_foreign(ctx, [compute])
+        return print_foreign_guests(ctx, [compute])
     listed = read_foreign(ctx.store, [compute])[0][compute].guests
     words = ctx.words[1:] or [guest.instance for guest in listed if guest.adopted_by != compute]
     chosen = {word: guest for word in words for guest in listed if word in (guest.name, guest.instance)}
@@ -86,7 +86,7 @@ def _adopt_guests(ctx: Context, compute: str, host: str, guests: Sequence[Foreig
     from ecomp.scheduler.placing.adopt import Adoptee, adopt
     from ecomp.scheduler.placing.session import Scheduler
 
-    adoptees = [Adoptee(guest, ctx.options.name or _find_name(ctx, guest)) for guest in guests]
+    adoptees = [Adoptee(guest, ctx.options.name or _reserve_name(ctx, guest)) for guest in guests]
     owner = describe_owner(make_timestamp())
     scheduler = Scheduler(ctx.store, lambda: (ctx.placement, Offer(())), owner, random.Random(), make_timestamp)
     project = ctx.options.project or ctx.config.project_id
@@ -107,8 +107,8 @@ def _adopt_guests(ctx: Context, compute: str, host: str, guests: Sequence[Foreig
     return outcomes.finish()
 
 
-def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
-    """Return the name of the domain, or None, with a message, if the instance cannot have it."""
+def _reserve_name(ctx: Context, guest: ForeignGuest) -> str | None:
+    """Reserve the name of the domain, or print why that is impossible and return None."""
     from ecomp.scheduler.placing.claim import reserve_names
 
     reason = 'this is not a valid name of an instance'
@@ -122,7 +122,7 @@ def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
     return None
 
 
-def _release(ctx: Context) -> int:
+def _release_guests(ctx: Context) -> int:
     from ecomp.scheduler.changes.change import destroy
 
     select_instances(ctx)
@@ -162,13 +162,13 @@ COMMANDS: Sequence[Command] = (
             'never deletes, moves, rebuilds or filters an adopted guest; `eschedule release` gives it back. DISK_GB '
             'counts the disks on the file system of the host\'s state directory. Meanwhile the host is disabled. If '
             'the command is interrupted, repeat it: it continues.',
-            parse_host_and_domains, _adopt,
+            parse_host_and_domains, _adopt_or_list,
             {'name': 'name of the instance, for one guest. Default: the name of the domain, if it is valid and free',
              'project': '', 'all': 'adopt all guests of the host that are not adopted', **LISTING_OPTIONS},
             (3, 4, 5), find_problems=_find_adopt_problems, example='eschedule adopt hv1 db1 web1'),
     Command('release', 'release [<id>…]', 'stop managing an adopted guest, which runs on',
             'Give an adopted guest back: its claim, its keys and its mark go, and its domain stays as it is. It can be '
             'adopted again. The host does this immediately or, if it is down, once it is up again.',
-            parse_any_instances, _release, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
-            example='eschedule release db1'),
+            parse_any_instances, _release_guests, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5),
+            find_problems=find_conflicts, example='eschedule release db1'),
 )

@@ -35,13 +35,8 @@ from ecomp.scheduler.queries import stacks
 from ecomp.store.client import describe_user
 
 COLUMNS = (
-    Column('NAME', min_width=12),
-    Column('ACTION'),
-    Column('STATE', rank=1),
-    Column('ADDRESS', rank=3),
-    Column('HOST', rank=2),
-    Column('INSTANCE', kind=UUID),
-    Column('REASON', min_width=20, folds=True),
+    *(Column('NAME', min_width=12), Column('ACTION'), Column('STATE', rank=1), Column('ADDRESS', rank=3)),
+    *(Column('HOST', rank=2), Column('INSTANCE', kind=UUID), Column('REASON', min_width=20, folds=True)),
 )
 # What differs from the file.
 _UNLIKE = (plan.DIFFERS, plan.REPLACE, plan.RESIZE)
@@ -65,19 +60,20 @@ _DESCRIPTIONS = {
 class _Apply:
     """One run of apply.
 
-    `replaced` has members and entries. `silent` and `created` are by entry, `computes` and `outcomes` by instance.
-    `silent` has the computes of instances that are not replaced or destroyed: they may run there.
+    `targets` are the members and entries that --replace names, ALL_MEMBERS with --replace-all.
+    `silent_computes` has, by entry, the compute of each instance that stays because it may still run there.
+    `new_instances` has uuids by entry. `computes` and `outcomes` are by instance.
     """
 
     ctx: Context
     file: StackFile
-    replaced: Collection[str] | None = ()
+    targets: Collection[str] | None = ()
     state: stacks.StackState = field(init=False)
     steps: Sequence[plan.Action] = ()
-    pruned: Sequence[plan.Action] = ()
+    prune_steps: Sequence[plan.Action] = ()
     effect: str = 'nothing was changed'
-    silent: dict[str, str] = field(default_factory=dict)
-    created: dict[str, str] = field(default_factory=dict)
+    silent_computes: dict[str, str] = field(default_factory=dict)
+    new_instances: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
     outcomes: dict[str, Record] = field(default_factory=dict)
 
@@ -87,30 +83,30 @@ class _Apply:
         return {entries.record.instance: entries.record for entries in self.state.entries.values()} | self.outcomes
 
     @property
-    def failed(self) -> set[str]:
-        """The entries whose instance failed during --wait."""
+    def failed_entries(self) -> set[str]:
+        """The entries whose instance was in error after --wait."""
         failed = {instance for instance, record in self.outcomes.items() if record.state == ERROR}
-        return {step.entry for step in self.steps if self.created.get(step.entry, step.instance) in failed}
+        return {step.entry for step in self.steps if self.new_instances.get(step.entry, step.instance) in failed}
 
-    def read(self) -> None:
+    def read_and_plan(self) -> None:
         prune, names = self.ctx.options.prune, [each.order.name or '' for each in self.file.instances.values()]
         state = self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
         # A replacement gets the name that the instance has, also if --destroy-first reads the stack again without it.
         desired = plan.keep_names(self.file.instances, state.current)
         self.file = replace(self.file, instances=desired)
-        steps = plan.plan_steps(desired, state.current, state.owners, self.replaced, prune, self.ctx.options.resize)
+        steps = plan.plan_steps(desired, state.current, state.owners, self.targets, prune, self.ctx.options.resize)
         if replaced := [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]:
-            self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, state, replaced)
-        steps = [self._keep_silent(step) for step in steps]
+            self.silent_computes |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, state, replaced)
+        steps = [self._keep_if_silent(step) for step in steps]
         self.steps = [step for step in steps if step.action != plan.ENDING or step.entry in desired]
         pruned = (plan.DESTROY, plan.ENDING) if prune else ()
-        self.pruned = [step for step in steps if step.action in pruned and step.entry not in desired]
+        self.prune_steps = [step for step in steps if step.action in pruned and step.entry not in desired]
         self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
 
-    def _keep_silent(self, step: plan.Action) -> plan.Action:
-        if step.entry not in self.silent or step.action not in (plan.REPLACE, plan.DESTROY, plan.DIFFERS):
+    def _keep_if_silent(self, step: plan.Action) -> plan.Action:
+        if step.entry not in self.silent_computes or step.action not in (plan.REPLACE, plan.DESTROY, plan.DIFFERS):
             return step
-        host = self.ctx.name_computes().format_name(self.silent[step.entry])
+        host = self.ctx.name_computes().format_name(self.silent_computes[step.entry])
         reason = f'its host {host} is silent, and may run it. Fix: {describe_silent_fix(host, "")}'
         return step._replace(action=plan.STAYS, reasons=[*step.reasons, reason])
 
@@ -121,15 +117,15 @@ class _Apply:
 def _apply(ctx: Context) -> int:
     ctx.connect()
     file = load_stack_file(ctx, ctx.words[0])
-    run = _Apply(ctx, file, _parse_replaced(ctx.options, file))
-    run.read()
+    run = _Apply(ctx, file, _parse_targets(ctx.options, file))
+    run.read_and_plan()
     if not run.select(plan.TAKEN):
-        _report_other_file(run)
-        _require_size(run)
+        _report_origin(run)
+        _require_transaction_size(run)
     if ctx.options.dry_run:
         return _preview(run)
     if run.select(plan.TAKEN):
-        return _refuse_taken(run)
+        return _report_taken_names(run)
     if not _wait_for_ends(run, run.select(plan.ENDING)):
         return StillGoing.exit_code
     removed = run.select(plan.REPLACE, plan.DESTROY)
@@ -137,11 +133,11 @@ def _apply(ctx: Context) -> int:
         return code
     confirm_destroy(ctx, [step.name or step.instance for step in removed])
     if removed and not ctx.options.yes:
-        run.read()  # during the question a host may have become silent
+        run.read_and_plan()  # during the question a host may have become silent
         if {each.instance for each in run.select(plan.REPLACE, plan.DESTROY)} - {each.instance for each in removed}:
             raise Conflict(f'stack {file.name}: changed before the question was answered. Try: the same command again')
     try:
-        return _change(run)
+        return _change_and_report(run)
     except KeyboardInterrupt:
         doubt = f'interrupted: the change of stack {file.name} may be carried out'
         raise StillGoing(f'{doubt}. Try: the same command again') from None
@@ -152,7 +148,7 @@ def _describe_origin(ctx: Context) -> str:
     return f'{describe_user()}:{path if path == STDIN else os.path.abspath(path)}'
 
 
-def _report_other_file(run: _Apply) -> None:
+def _report_origin(run: _Apply) -> None:
     if run.state.stack is None:
         run.ctx.out.say(f'stack {run.file.name} is new')
     previous = run.state.stack.applied_from if run.state.stack else ''
@@ -164,25 +160,25 @@ def _report_other_file(run: _Apply) -> None:
         run.ctx.out.say(f'{origin}; this file lacks {names}{effect}')
 
 
-def _require_size(run: _Apply) -> None:
+def _require_transaction_size(run: _Apply) -> None:
     orders = [run.file.instances[step.entry].order for step in run.select(plan.CREATE, plan.REPLACE)]
     removed = run.select(plan.DESTROY) if run.ctx.options.destroy_first else run.select(plan.REPLACE, plan.DESTROY)
     placing.require_transaction_size(run.ctx.store, run.file.name, orders, len(removed))
 
 
-def _change(run: _Apply) -> int:
+def _change_and_report(run: _Apply) -> int:
     ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(plan.REPLACE)):
-        run.replaced = ()
+        run.targets = ()
         if not _destroy_first(run, replaced, 'replaced'):
             return StillGoing.exit_code
     if run.state.is_stale:
         _make_change(run, ())
-        run.read()
+        run.read_and_plan()
     if code := _carry_out(run):
         return code
     _resize(run)
-    code = 0 if ctx.options.wait is None else _wait(run)
+    code = 0 if ctx.options.wait is None else _wait_for_stage(run)
     _report(run)
     # Others have a reason that says what to do.
     if differing := [step for step in run.select(plan.DIFFERS) if not any(map(_CURE.search, step.reasons))]:
@@ -190,12 +186,13 @@ def _change(run: _Apply) -> int:
         keeping = f'--resize for {resizable} of them, which keep their disks, ' if resizable else ''
         fixes = f'give {keeping}--replace MEMBER or --replace-all to destroy and recreate them, or correct the file'
         ctx.out.say(f'stack {run.file.name}: {len(differing)} of its instances differ. Fix: {fixes}')
-    destroyed, code = () if ctx.options.wait is None or code else run.pruned, code or plan.find_exit_code(run.steps)
-    return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
+    ends = () if ctx.options.wait is None or code else run.prune_steps
+    code = code or plan.find_exit_code(run.steps)
+    return code if _wait_for_ends(run, ends) else StillGoing.exit_code
 
 
 def _resize(run: _Apply) -> None:
-    """Resize one instance after the other, and report those that cannot be resized as different."""
+    """Resize each instance, or make its step DIFFERS, with the reason, if it is refused."""
     from ecomp.scheduler.placing.modify import resize
 
     ctx, owner = run.ctx, describe_owner(make_timestamp())
@@ -211,14 +208,14 @@ def _resize(run: _Apply) -> None:
 
 
 def _destroy_first(run: _Apply, steps: Sequence[plan.Action], what: str) -> bool:
-    """Destroy these instances, wait and plan again, or report what is late and return False."""
+    """Destroy these instances, and return whether all are gone, as `_wait_for_ends` does."""
     if removed := [step._replace(action=plan.DESTROY) for step in steps if step.action != plan.ENDING]:
         placing.remove_instances(run.ctx.store, _make_change(run, removed))
         run.effect = f'the {what} instances were destroyed'
     return _wait_for_ends(run, steps, is_needed=True)
 
 
-def _refuse_taken(run: _Apply) -> int:
+def _report_taken_names(run: _Apply) -> int:
     _report(run)
     problem = f'stack {run.file.name}: names taken by other instances: {len(run.select(plan.TAKEN))}; {run.effect}'
     fixes = 'give other names in the file, or first destroy the instances that have these'
@@ -227,9 +224,10 @@ def _refuse_taken(run: _Apply) -> int:
 
 
 def _carry_out(run: _Apply) -> int:
+    """Create, replace and destroy in one step, or prune first if that may make room."""
     ctx = run.ctx
     if run.select(plan.TAKEN):  # since the first check
-        return _refuse_taken(run)
+        return _report_taken_names(run)
     if not run.select(*plan.CHANGES):
         return 0
     backend = offer.ask_placement(ctx.config.placement, None, ctx.slow_notice)
@@ -241,7 +239,7 @@ def _carry_out(run: _Apply) -> int:
     except NoCapacity as error:
         if _may_prune_first(run, error):
             destroyed = run.select(plan.DESTROY)
-            if not _destroy_first(run, run.pruned, 'pruned'):
+            if not _destroy_first(run, run.prune_steps, 'pruned'):
                 return StillGoing.exit_code
             code = _carry_out(run)
             run.steps = [*run.steps, *destroyed]  # for the report
@@ -251,7 +249,10 @@ def _carry_out(run: _Apply) -> int:
 
 
 def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = False) -> placing.StackChange:
-    """Make the change of these steps, and write a new or stale stack unless it is a preview."""
+    """Make the change of these steps, and set `run.new_instances`.
+
+    Except for a preview, a stack that is new or stale is first written to etcd.
+    """
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
     stack = stack._replace(applied_from=_describe_origin(run.ctx))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
@@ -268,7 +269,7 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
     used = {desired.order.user_data_sha256 for desired in new.values()}
     user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
     places = [each.stack for each in order.orders.values()] if order else []
-    run.created = {place.entry_name: place.instance for place in places if place}
+    run.new_instances = {place.entry_name: place.instance for place in places if place}
     return placing.StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
@@ -296,14 +297,14 @@ def _preview_places(run: _Apply) -> int:
 
 
 def _may_prune_first(run: _Apply, error: NoCapacity) -> bool:
-    """Return whether --prune frees room, which is then reported with why there is too little."""
-    names = join_some([step.name or step.instance for step in run.pruned], MAX_NAMES_IN_QUESTION)
+    """Return whether --prune destroys anything, and if so print that this may make room."""
+    names = join_some([step.name or step.instance for step in run.prune_steps], MAX_NAMES_IN_QUESTION)
     if names:
         run.ctx.out.say(put_before_fix(str(error), f'; --prune destroys {names} first, and then there may be room'))
     return bool(names)
 
 
-def _parse_replaced(options: Options, file: StackFile) -> Collection[str] | None:
+def _parse_targets(options: Options, file: StackFile) -> Collection[str] | None:
     if options.replace_all:
         return plan.ALL_MEMBERS
     replaced = [member for text in options.replace or () for member in text.split(',')]
@@ -314,7 +315,10 @@ def _parse_replaced(options: Options, file: StackFile) -> Collection[str] | None
 
 
 def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action], is_needed: bool = False) -> bool:
-    """Wait until these instances are gone and plan again, or report why not and return False."""
+    """Wait until these instances are gone and plan again, or print why not and return False.
+
+    Without --wait, --destroy-first and `is_needed` it does not wait.
+    """
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
     ctx = run.ctx
@@ -332,7 +336,7 @@ def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action], is_needed: bool = 
     except (StillGoing, KeyboardInterrupt) as error:
         ctx.out.say(f'{error or f"interrupted: {names}: still being destroyed"}. Try: the same command')
         return False
-    run.read()
+    run.read_and_plan()
     return True
 
 
@@ -369,11 +373,11 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
     if rows or ctx.form != TABLE or ctx.options.columns:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
-    _summarize(run, is_preview)
+    _print_summary(run, is_preview)
 
 
-def _summarize(run: _Apply, is_preview: bool) -> None:
-    failed = run.failed
+def _print_summary(run: _Apply, is_preview: bool) -> None:
+    failed = run.failed_entries
     counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
     would = 'would have ' if is_preview or (run.select(plan.TAKEN) and run.select(*plan.CHANGES, plan.RESIZE)) else ''
@@ -387,10 +391,10 @@ def _summarize(run: _Apply, is_preview: bool) -> None:
 
 
 def _make_row(run: _Apply, step: plan.Action, naming: ComputeNames, has_uuids: bool) -> Row:
-    instance = run.created.get(step.entry, step.instance)
+    instance = run.new_instances.get(step.entry, step.instance)
     record, reasons = run.records.get(instance), list(step.reasons)
     compute = run.computes.get(instance) or (record.compute if record else '')
-    is_failed = step.entry in run.failed
+    is_failed = step.entry in run.failed_entries
     if record and is_failed:
         reasons = [describe_failure(record).partition(': ')[2]]
     value: dict[str, Any] = {
@@ -412,12 +416,13 @@ def _make_row(run: _Apply, step: plan.Action, naming: ComputeNames, has_uuids: b
     return Row([*cells, value['instance'], None if is_shared else '; '.join(reasons) or None], value)
 
 
-def _wait(run: _Apply) -> int:
+def _wait_for_stage(run: _Apply) -> int:
+    """Wait for the new and the kept instances, and set `run.outcomes` to their records."""
     from ecomp.cli.waiting import wait_for_new
 
     ctx = run.ctx
     kept = {step.instance: step.name for step in run.select(plan.KEEP, plan.RESIZE) if step.state != STOPPED}
-    new = {run.created[step.entry]: step.name for step in run.select(plan.CREATE, plan.REPLACE)}
+    new = {run.new_instances[step.entry]: step.name for step in run.select(plan.CREATE, plan.REPLACE)}
     ctx.display_names |= {instance: name for instance, name in {**kept, **new}.items() if name}
     places = {instance: record.compute for instance, record in run.records.items()} | run.computes
     places = {each: places[each] for each in (*new, *kept)}

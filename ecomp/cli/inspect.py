@@ -108,9 +108,9 @@ def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Com
 def _list(ctx: Context) -> int:
     ctx.connect()
     if ctx.options.foreign:
-        from ecomp.cli.adopt import list_foreign
+        from ecomp.cli.adopt import print_foreign_guests
 
-        return list_foreign(ctx, sorted(ctx.computes.living, key=ctx.computes.format_name))
+        return print_foreign_guests(ctx, sorted(ctx.computes.living, key=ctx.computes.format_name))
 
     from ecomp.scheduler.queries.computes import read_computes, require_compute
     from ecomp.scheduler.queries.find import list_records

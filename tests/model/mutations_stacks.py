@@ -135,7 +135,7 @@ STACKS = {
         replace_argument('deliver', 2, '[removal for removal in self.change.removals if removal.is_replaced]'),
         'pruned_beside_create'),
     'a prune that goes first is not planned again': make_bug(
-        'ecomp.cli.apply:_wait_for_ends', drop_statement('run', 'read'), 'pruned_first'),
+        'ecomp.cli.apply:_wait_for_ends', drop_statement('run', 'read_and_plan'), 'pruned_first'),
     'a replacement leaves the old instance': make_bug(
         'ecomp.scheduler.placing.stack:_Application.deliver', replace_argument('deliver', 2, '()'), 'replaced_twice'),
     'a replacement does not take the name over': make_bug('ecomp.scheduler.placing.claim:reserve_names',
