@@ -56,7 +56,7 @@ def _destroy(ctx: Context) -> int:
 
 
 def _resolve_prefixes(ctx: Context, words: Sequence[str]) -> list[str]:
-    """Return the instances of those words that are the beginning of a uuid."""
+    """Return the uuids that words abbreviate, and omit names, whole uuids and unknown ones."""
     instances = []
     for word in words:
         prefix = None if keys.is_uuid(word) else parse_uuid_prefix(word)
@@ -100,7 +100,7 @@ def _wait_for_power(
     outcomes.report(word, f'{instance}: {record.state}', state=record.state)
 
 
-def _protect(ctx: Context) -> int:
+def _change_protection(ctx: Context) -> int:
     from ecomp.scheduler.placing.modify import protect
 
     select_instances(ctx)
@@ -210,12 +210,12 @@ COMMANDS: Sequence[Command] = (
     Command('protect', 'protect [<id>…]', 'keep an instance from being removed',
             '`destroy` refuses a protected instance, and `apply` does not replace or remove it. `evacuate` leaves it '
             'where it is, unless you give --include-protected. A guest may be stopped and started.',
-            parse_any_instances, _protect, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
-            example='eschedule protect db1'),
+            parse_any_instances, _change_protection, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5),
+            find_problems=find_conflicts, example='eschedule protect db1'),
     Command('unprotect', 'unprotect [<id>…]', 'end the protection of an instance',
             'End what `eschedule protect` began. Nothing else changes.',
-            parse_any_instances, _protect, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
-            example='eschedule unprotect db1'),
+            parse_any_instances, _change_protection, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5),
+            find_problems=find_conflicts, example='eschedule unprotect db1'),
     Command('resize', "resize <id> 'resources=…'", 'give a guest other amounts',
             'Change how many processors, how much memory and how much disk an instance has. Amounts that you leave out '
             'stay. Its compute must have room. A disk only grows, and it grows at once. The rest takes effect when the '

@@ -39,6 +39,7 @@ def _check(ctx: Context) -> int:
 
 
 def _audit_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
+    """Audit, with --fix also repair, and return findings, lines for stderr, and computes."""
     from ecomp.model.health import CHECKS, ComputeFacts
     from ecomp.scheduler.operations.audit import audit, fix
     from ecomp.scheduler.queries.find import list_records
@@ -63,7 +64,7 @@ def _audit_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
 def make_finding_listing(
     findings: Sequence[Finding], computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
 ) -> Listing:
-    """List findings, with host names for computes, and `names` of instances by uuid."""
+    """List findings, with the host names of computes and the `names` of instances by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
     # Where it was found: a host's word is shown as that.
     columns += [Column('HOST', rank=3), Column('FINDING', min_width=40, folds=True)]
