@@ -83,7 +83,10 @@ class Context:
         return EcompError.exit_code if errors else 0
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
-        """Print `text` in the table form, else the first of `values`, or all if `is_array`."""
+        """Print the first of `values`, all if `is_array`, or `text` instead in the table form.
+
+        Without values nothing is printed.
+        """
         if values and self.form == TABLE:
             if text:
                 self.put_lines(text.split('\n'))
@@ -154,7 +157,7 @@ class Context:
 
     @property
     def slow_notice(self) -> SlowAnswerReport:
-        """The seconds after which placement is slow, and a callback for the first slow answer."""
+        """The seconds after which an answer is slow, and a callback that prints the first one."""
         import sys
 
         def report_slowness(backend: str, seconds: float) -> None:
@@ -168,7 +171,10 @@ class Context:
         return replace_uuids(text, self.display_names)
 
     def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
-        """Return the uuid that a word for an instance means, without checking a whole uuid."""
+        """Return the uuid of an instance, by its name, its uuid or the beginning of the uuid.
+
+        A whole uuid is returned without a look-up. From then on messages call the instance by `word`.
+        """
         from ecomp.scheduler.queries.find import resolve
 
         instance = resolve(self.store, word, instance_index)
@@ -176,14 +182,17 @@ class Context:
         return instance
 
     def resolve_compute(self, word: str) -> str:
-        """Return the uuid that a word for a compute means, without checking a whole uuid."""
+        """Return the uuid of a compute, by its host name, its uuid or the beginning of the uuid.
+
+        A whole uuid is returned without a look-up.
+        """
         from ecomp.scheduler.queries.computes import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, listed once. Empty for a single word, None if etcd is away."""
+        """The keys of all instances, read once. Empty for one word, None without answer of etcd."""
         from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:
@@ -203,7 +212,7 @@ class Context:
         return computes
 
     def name_computes(self) -> ComputeNames:
-        """Return `computes`, so that messages use host names, or NO_COMPUTES after an error."""
+        """Read `computes`, after which messages use host names, or return NO_COMPUTES on an error."""
         from ecomp.model.host import NO_COMPUTES
 
         try:
@@ -212,7 +221,10 @@ class Context:
             return NO_COMPUTES
 
     def report_age(self, record: Record, remark: str | None = None) -> tuple[Absences, str | None]:
-        """Print a remark and why the record is old, and return the absent hosts and that line."""
+        """Print a remark and why the record is stale, and return the absences and the line.
+
+        Without a remark, nothing is printed for a record that is not stale: the line is None.
+        """
         from ecomp.model.listing import NO_ABSENCES, is_on_host
         from ecomp.scheduler.queries.computes import read_absences
         from ecomp.shared.attempts import is_alive
@@ -230,7 +242,7 @@ class Context:
         return absences, line
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
-        """Call `find` for each word, and return the results and the first error's exit code."""
+        """Call `find` for each word, print its errors, and return results and first exit code."""
         words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
         outcomes.process_each(list(words), lambda word: results.append(find(word)))
@@ -264,7 +276,7 @@ class Command(NamedTuple):
     find_problems: Callable[[str, Sequence[str], Options], Iterable[str]] = lambda *_: ()
 
     def list_options(self, are_common: bool | None = None) -> list[Option]:
-        """List the options and --config: all for None, only the common ones, or only the others."""
+        """List the options and --config: all, or only those that are or are not common ones."""
         help_by_field = {
             field: text
             for field, text in {**self.options, 'config': ''}.items()
@@ -288,7 +300,7 @@ class Invocation(NamedTuple):
 
 
 def select_options(fields: str) -> dict[str, str]:
-    """Return these options, space-separated fields of Options, with their general help."""
+    """Map each field of Options in a space-separated list to '', which means its general help."""
     return dict.fromkeys(fields.split(), '')
 
 
@@ -319,7 +331,10 @@ class Outcomes:
     def run(
         self, submit: Callable[[str], object], wait: Callable[[str, Deadline], None] | None = None, retry: str = ''
     ) -> int:
-        """Submit each word, and with --wait call `wait` for each word with a true result."""
+        """Submit each word, print the document, and return the exit code.
+
+        With --wait, `wait` is called for each word for which `submit` returned true. A hint names `retry`.
+        """
         pending = list(self.results)
         accepted = list[str]()
         try:

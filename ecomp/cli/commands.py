@@ -29,10 +29,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 # The help of all commands.
 FULL_HELP = Path(__file__).with_name('help.txt')
 # First words of planned commands. An instance with such a name would be hidden by the command later.
-PLANNED_WORDS = frozenset({
-    *('copy', 'exec', 'logs', 'migrate', 'move'),
-    *('results', 'run', 'set', 'snapshot', 'version'),
-})  # fmt: skip
+PLANNED_WORDS = frozenset({'copy', 'exec', 'logs', 'migrate', 'move', 'results', 'run', 'set', 'snapshot', 'version'})
 
 
 def load_rows(module: str) -> Sequence[Command]:
@@ -68,7 +65,7 @@ def load_rows(module: str) -> Sequence[Command]:
 
 
 class _Commands(Mapping[str, Command]):
-    """The row of each command by its name, whose module is imported on look-up."""
+    """The row of each command by name. A look-up imports the module of the command."""
 
     _modules: Mapping[str, str] = {name: module for module, names in BY_MODULE.items() for name in names}
 
@@ -95,7 +92,7 @@ MAX_FLAG_COLUMN_WIDTH = 26
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Parse a command line, whose name is HELP for --help and VERSION for --version."""
+    """Parse a command line. The name in the result is HELP or VERSION for these options."""
     try:  # the rest of a line with --help or --version is ignored
         return _parse(argv)
     except UsageError as error:
@@ -217,7 +214,6 @@ def format_exit_codes(codes: Mapping[int, str]) -> list[str]:
 
 
 def wrap(text: str) -> list[str]:
-    """Fold a paragraph of help to HELP_WIDTH."""
     return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 
