@@ -101,6 +101,7 @@ def _find_value_sources(flag: str) -> Sequence[Source]:
 
 
 def _list_names(commands: Mapping[str, Command], name: str, columns: str, config_file: str | None = None) -> list[str]:
+    """Run a command that prints these columns, and return their safe cells, [] if it fails."""
     from ecomp.conf import load_schedule
     from ecomp.yaml_file import parse_config_option
 

@@ -42,7 +42,7 @@ def _create(ctx: Context) -> int:
     with cli_options.convert_to_usage_error():
         image = resolve_image(ctx.config, ctx.words[1] if len(ctx.words) > 1 else ctx.config.image)
     if ctx.options.dry_run:
-        return _plan(ctx)
+        return _print_plan(ctx)
     ssh_keys, user_data = _read_guest_files(ctx)
     order = Order(
         ctx.options.uuid or make_uuid(os.urandom(16)),
@@ -187,7 +187,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
     return _report_and_wait(ctx, [{'instance': instance, **place, 'name': ctx.options.name}], make_remarks)
 
 
-def _plan(ctx: Context) -> int:
+def _print_plan(ctx: Context) -> int:
     from ecomp.cli.operators import make_plan_listing
     from ecomp.scheduler.placing.create import plan
     from ecomp.scheduler.placing.offer import ask_placement
@@ -317,14 +317,14 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
 
 
 def is_large_cluster(etcd: EtcdConfig) -> bool:
-    """Return whether the cluster was large when it was last seen."""
+    """Return whether this user's last create found more than LARGE_CLUSTER_SIZE computes."""
     with suppress(OSError, RuntimeError):
         return _find_marker_path(etcd).exists()
     return False
 
 
 def remember_cluster_size(etcd: EtcdConfig, compute_count: int) -> None:
-    """Create or remove the marker file of a large cluster."""
+    """Create or remove the file that marks a large cluster, and ignore errors of it."""
     with suppress(OSError, RuntimeError):
         path = _find_marker_path(etcd)
         if compute_count > LARGE_CLUSTER_SIZE:

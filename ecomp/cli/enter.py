@@ -117,7 +117,7 @@ def _print_log(ctx: Context) -> int:
 
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
-    """Return the last lines of a console that are not empty, as far as they arrive in time."""
+    """Return the last console lines that arrive in time and are not empty, [] on an error."""
     if record.console is None:
         return []
     with suppress(EcompError, ValueError, OSError):
@@ -125,11 +125,12 @@ def read_last_lines(ctx: Context, record: Record) -> list[str]:
         options = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={LAST_LINES_TIMEOUT_SECONDS:.0f}']
         tail = reach.make_tail_command(file, MAX_LAST_LINES, False)
         command = ctx.config.reach.make_command(computes.find_host_name(ctx.store, record), tail, options)
-        return [_decode_line(line) for line in _run_command(command).rstrip(b'\n').split(b'\n') if line]
+        return [_decode_line(line) for line in _capture_output(command).rstrip(b'\n').split(b'\n') if line]
     return []
 
 
-def _run_command(command: Sequence[str]) -> bytes:
+def _capture_output(command: Sequence[str]) -> bytes:
+    """Return what a command prints within LAST_LINES_TIMEOUT_SECONDS, and then kill it."""
     import signal
     import subprocess
     import tempfile
@@ -152,6 +153,7 @@ def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bo
     """Return the ssh options for a guest, and write its reported host keys to a file.
 
     Without reported keys, ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows.
+    Without any of these, it raises EcompError.
     """
     instance, keys = access.record.instance, access.record.host_keys
     known_hosts = _find_known_hosts_directory() / instance
@@ -162,7 +164,7 @@ def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bo
         if accept_new:
             known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not accepted.exists():
-            if not _is_report_overdue(access.record):
+            if _can_still_report(access.record):
                 raise computes.make_not_ready(access.record)
             why = 'the guest has not reported its host keys, so ssh cannot verify the guest'
             cure = 'give --accept-new, which accepts the first key that the guest shows'
@@ -173,10 +175,11 @@ def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bo
     return reach.make_ssh_options(instance, str(known_hosts), proxy)
 
 
-def _is_report_overdue(record: Record) -> bool:
+def _can_still_report(record: Record) -> bool:
     started = record.reached_stages.get('started', '')
     latest_start = format_time(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
-    return 'ready' in record.reached_stages or record.cloud_init is not None or started < latest_start
+    has_reported = 'ready' in record.reached_stages or record.cloud_init is not None
+    return not has_reported and started >= latest_start
 
 
 def _write_if_changed(path: Path, text: str) -> None:

@@ -48,14 +48,14 @@ def require_guest_classes(flavor: str, query: str) -> None:
 
 
 def describe_owner(since: str) -> dict[str, object]:
-    """Return the owner of an attempt, as etcd stores it: host, pid and the time of the request."""
+    """Return this process as owner of an attempt: host, pid and the time of the request."""
     return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}
 
 
 def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> bytes:
     """Read user-data from a file, from stdin for `-`, or from bytes.
 
-    `warn` gets a line if cloud-init would ignore the data. Other programs in guests may use it.
+    `warn` gets a line if cloud-init would ignore the data. Another program in the guest may use such data.
     """
     label, data = 'user-data', source
     if not isinstance(data, bytes):
@@ -78,7 +78,7 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
 
 
 def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
-    """Read the unique public keys of files or texts."""
+    """Read the public keys of files, of stdin for `-`, and of bytes, and drop repeated ones."""
     unique_keys, limit = dict[str, None](), user_data.MAX_SSH_KEYS_BYTES
     for source in sources:
         label, data = 'ssh keys', source
@@ -94,7 +94,7 @@ def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
 
 
 def read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
-    """Read a file, or stdin for `-`, of at most `limit_bytes`."""
+    """Read a file, or stdin for `-`, or raise UsageError if it is larger than `limit_bytes`."""
     try:
         # Closed, sys.stdin could not be asked later whether it is a terminal.
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
