@@ -51,13 +51,13 @@ SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why an instance is on its compute or, with `waiting`, why it is still in its queue."""
+    """Why an instance is on its compute or, with a `position`, why it is still in its queue."""
 
     record: Record
     computes: Computes
     choice: PlacementReason | None
     group: Group | None
-    waiting: QueuePosition | None = None
+    position: QueuePosition | None = None
     instance_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -67,18 +67,18 @@ class Explanation:
 
 
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
-    """Read why the instance is on its compute or, if it waits in a queue, why none takes it."""
+    """Read why the instance is on its compute or, if it is in a queue, why none takes it."""
     record, request, name = entries.record, entries.request, entries.record.group_name
     choice = record.why or (request.why if request else None)
     group, computes = load_group(store, name)[0] if name else None, read_computes(store)
-    wait = None
+    position = None
     if entries.queue_entry is not None:
         from ecomp.scheduler.placing.enqueue import read_queue_position
 
         other_members = None if group is None else group.without_members(record.instance)
-        wait = read_queue_position(store, placement(), entries.queue_entry, record.query, computes, other_members)
+        position = read_queue_position(store, placement(), entries.queue_entry, record.query, computes, other_members)
     names = read_names_by_instance(store) if group is not None else {}
-    return Explanation(record, computes, choice, group, wait, names)
+    return Explanation(record, computes, choice, group, position, names)
 
 
 def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
@@ -87,31 +87,31 @@ def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
     membership = group and {**group.membership._asdict(), 'others': explanation.other_members}
     document = {field: getattr(record, field) for field in ('instance', 'compute', 'query')}
     document |= {'host': naming.find_hostname(record.compute), 'why': choice and to_dict(choice), 'group': membership}
-    waiting = explanation.waiting
-    if waiting is None:
+    position = explanation.position
+    if position is None:
         return {**document, 'waits': None}
-    lacks = [{'compute': key, 'host': naming.find_hostname(key), 'lacks': text} for key, text in waiting.lacks.items()]
-    fields = {name: getattr(waiting, name) for name in ('flavor', 'before', 'taker', 'claimed_on')}
+    lacks = [{'compute': key, 'host': naming.find_hostname(key), 'lacks': text} for key, text in position.lacks.items()]
+    fields = {name: getattr(position, name) for name in ('flavor', 'before', 'taker', 'claimed_on')}
     return {**document, 'waits': {**fields, 'since': record.stages.get('requested'), 'computes': lacks}}
 
 
 def format_explanation(explanation: Explanation) -> str:
     """Return an explanation as printable text, a sentence a line."""
     record, choice, its_group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
-    name, stage = record.name or record.instance, 'requested' if explanation.waiting else 'scheduled'
-    since_text = f'since {record.stages.get(stage, "an unknown time")}'
+    name, position = record.name or record.instance, explanation.position
+    since_text = f'since {record.stages.get("requested" if position else "scheduled", "an unknown time")}'
     if (error := record.error) is not None:
         where = f'on {naming.format_name(record.compute)} ' if record.compute else ''
         lines = [f'{name} is in error {where}at stage {error}']
-    elif explanation.waiting is None:
+    elif position is None:
         lines = [f'{name} is on {naming.format_name(record.compute)}, {since_text}']
     else:
-        before = explanation.waiting.before
+        before = position.before
         behind = f'behind {before} other{"s" * (before > 1)}' if before else 'and is next'
-        lines = [f'{name} has waited in the queue of flavor {explanation.waiting.flavor} {since_text}, {behind}']
+        lines = [f'{name} has waited in the queue of flavor {position.flavor} {since_text}, {behind}']
     if record.query:
         lines.append(f'it requested {record.query}')
-    lines += [_explain_choice(choice)] if explanation.waiting is None else _explain_waiting(explanation.waiting, naming)
+    lines += [_explain_choice(choice)] if position is None else _explain_position(position, naming)
     if its_group is not None:
         others = (
             (explanation.instance_names.get(key, key), f'on {naming.format_name(on)}' if on else 'in a queue')
@@ -122,24 +122,24 @@ def format_explanation(explanation: Explanation) -> str:
     return '\n'.join(map(make_printable, lines))
 
 
-def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
-    if queue_wait.taker is not None:
-        return [f'{naming.format_name(queue_wait.taker)} is taking the request']
-    if queue_wait.is_flavorless:
-        problem = f'flavor {queue_wait.flavor} does not exist, so no compute takes the request'
+def _explain_position(position: QueuePosition, naming: Computes) -> list[str]:
+    if position.taker is not None:
+        return [f'{naming.format_name(position.taker)} is taking the request']
+    if position.is_flavorless:
+        problem = f'flavor {position.flavor} does not exist, so no compute takes the request'
         return [f'{problem}. Fix: create the flavor again with `eschedule flavor set`, or destroy the instance']
-    if queue_wait.claimed_on is not None:
-        host = naming.format_name(queue_wait.claimed_on)
-        if queue_wait.claimed_on in naming.living:
+    if position.claimed_on is not None:
+        host = naming.format_name(position.claimed_on)
+        if position.claimed_on in naming.living:
             outcome = f'within 2 minutes {host} takes the request or releases the claim'
             return [f'an earlier attempt to take the request left a claim on {host}: {outcome}']
         return [f'it is claimed on {host}, which is silent and may be running it. Fix: {describe_silent_fix(host)}']
-    lines = [f'{naming.format_name(compute)}: {shortage}' for compute, shortage in queue_wait.lacks.items()]
+    lines = [f'{naming.format_name(compute)}: {shortage}' for compute, shortage in position.lacks.items()]
     for host in sorted(map(naming.format_name, naming.stored_hostnames.keys() - naming.living.keys())):
         condition = 'that began to use this etcd (first contact or --accept-new-etcd) after the request was queued'
         lines.append(f'{host} is silent: until {host} is back or forgotten, no compute {condition} takes the request')
-    if queue_wait.unknown_reason is not None:
-        lines.append(f'it is unknown what each compute lacks: {queue_wait.unknown_reason}')
+    if position.unknown_reason is not None:
+        lines.append(f'it is unknown what each compute lacks: {position.unknown_reason}')
     return [str(naming.no_taker_reason)] if naming.no_taker_reason else lines
 
 
@@ -169,7 +169,7 @@ def timeline_to_dict(record: Record) -> dict[str, Any]:
     stages = record.stages if boot is None else boot.stages
     if boot is not None and boot.number == 1:
         stages = {**{name: time for name, time in record.stages.items() if name not in BOOT_STAGES}, **stages}
-    candidates = [(stage, _parse_seconds(stages[stage])) for stage in (*STAGES, ERROR) if stage in stages]
+    candidates = [(stage, _parse_epoch_seconds(stages[stage])) for stage in (*STAGES, ERROR) if stage in stages]
     times = [(stage, seconds) for stage, seconds in candidates if seconds is not None]
     # eschedule's clock times the first two stages, the compute's clock the others: a duration may be negative.
     rows = [
@@ -215,7 +215,7 @@ def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str
     return ' ' * left + '=' * (right - left)
 
 
-def _parse_seconds(time: str) -> float | None:
+def _parse_epoch_seconds(time: str) -> float | None:
     try:
         when = datetime.fromisoformat(time)
     except ValueError:
@@ -224,7 +224,6 @@ def _parse_seconds(time: str) -> float | None:
 
 
 def print_timeline(ctx: Context, record: Record) -> int:
-    """Print the last boot as bars, or as JSON."""
     if ctx.form == TABLE:
         ctx.draw(draw_timeline(record, ctx.style))
     ctx.show_document([timeline_to_dict(record)])  # nothing for a table
@@ -250,7 +249,7 @@ def _print_events(ctx: Context) -> int:
         history = History(ctx.config.etcd, follow, ctx.out.say, first)
         try:
             for event in _read_events(ctx, history):
-                if selection.has(event, formatter.remember_name(event)):
+                if selection.match(event, formatter.remember_name(event)):
                     is_json = ctx.form == JSON
                     yield event.time, dump(event_to_dict(event)) if is_json else formatter.format_line(event)
             next_revision = history.next_revision
@@ -270,8 +269,8 @@ def _print_events(ctx: Context) -> int:
         if not watches:
             raise
         return 0
-    if selection.unseen:
-        raise NotFound(', '.join(sorted(selection.unseen)) + ': no event in the history that etcd keeps')
+    if selection.unmatched_words:
+        raise NotFound(', '.join(sorted(selection.unmatched_words)) + ': no event in the history that etcd keeps')
     return 0
 
 
@@ -281,17 +280,18 @@ class _Selection:
     def __init__(self, words: Sequence[str], host: str) -> None:
         self._prefixes = {word: parse_uuid_prefix(word) or '-' for word in words}  # no uuid begins with -
         self._host = host
-        self.unseen = set(words)
+        self.unmatched_words = set(words)
 
-    def has(self, event: Event, name: str) -> bool:
+    def match(self, event: Event, name: str) -> bool:
+        """Return whether an event is selected, and remove its words from `unmatched_words`."""
         uuid = event.instance
         words = {word for word, start in self._prefixes.items() if word in (name, uuid) or uuid.startswith(start)}
-        self.unseen -= words
+        self.unmatched_words -= words
         return bool(words or not self._prefixes) and self._host in ('', event.compute)
 
 
 def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tuple[str, str]]:
-    """Yield the events since an ISO time, and those without a time just before the first."""
+    """Yield the events from an ISO time on, and events without a time just before them."""
     undated = deque[tuple[str, str]](maxlen=MAX_REMEMBERED)
     for event in events:
         if event[0] and event[0] < since:
@@ -317,13 +317,13 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
         presences = {keys.get_last_part(each.key): each.after for each in changes if each.key.startswith(keys.COMPUTES)}
         if presences and not history.is_past:
             computes = read_computes(ctx.store)
-        computes = _add_forgotten(computes, presences)
+        computes = _add_hostnames(computes, presences)
         yield from make_events(changes, computes.format_name)
     if not is_reported:
         _report_since(ctx, history.oldest_revision)
 
 
-def _add_forgotten(computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
+def _add_hostnames(computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
     names = {compute: load_object_or_empty(value or b'').get('hostname') for compute, value in presences.items()}
     new = {key: str(name) for key, name in names.items() if is_hostname(name) and not computes.find_hostname(key)}
     hostnames = {**computes.stored_hostnames, **new}
@@ -364,6 +364,7 @@ class EventFormatter:
 
 
 def print_command(ctx: Context, entries: InstanceEntries) -> int:
+    """Print the command that creates an instance again, and write its keys and user-data."""
     import shlex  # imported here, as the next one: seldom needed
 
     instance = entries.record.instance
@@ -416,6 +417,7 @@ def _write_new_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
+    """Return ssh keys and user-data by option, and a sentence on each fact that is unknown."""
     is_requested = entries.order is not None and not entries.is_destroying
     why = 'the mdserver.conf of its host gives the defaults' if is_requested else 'its request is gone'
     ssh_keys, user_data = ''.join(f'{key}\n' for key in order.ssh_keys or ()).encode(), order.user_data
