@@ -100,12 +100,13 @@ def _print_address(ctx: Context) -> int:
 
 
 def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Computes]) -> list[str]:
+    """Return a line if any record is queued and no compute takes queued requests, else []."""
     waiting = [record.name or record.instance for record in records if record.state == QUEUED]
     unserved = read_computes().describe_unserved(waiting) if waiting else None
     return [] if unserved is None else [str(unserved)]
 
 
-def _list(ctx: Context) -> int:
+def _list_instances(ctx: Context) -> int:
     ctx.connect()
     if ctx.options.foreign:
         from ecomp.cli.adopt import print_foreign_guests
@@ -189,6 +190,7 @@ def _find_list_problems(name: str, _: Sequence[str], options: cli_options.Option
 
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], computes: Computes) -> list[Record]:
+    """Return the records, with a fault in each queued one that a silent compute has claimed."""
     from ecomp.scheduler.queries.computes import find_claims_on_silent
 
     waiting = [record.instance for record in records if record.state == QUEUED]
@@ -201,11 +203,11 @@ def _show(ctx: Context) -> int:
     if ctx.options.view is not None:
         from ecomp.cli.history import print_command, print_timeline
 
-        entries = _find_instance(ctx, ctx.words[0])
+        entries = _require_instance(ctx, ctx.words[0])
         return print_timeline(ctx, entries.record) if ctx.options.view == 'timeline' else print_command(ctx, entries)
 
     def read_details(word: str) -> Details:
-        (record,) = _add_claim_faults(ctx, [_find_instance(ctx, word).record], ctx.computes)
+        (record,) = _add_claim_faults(ctx, [_require_instance(ctx, word).record], ctx.computes)
         return make_record_details(record, ctx.computes, ctx.report_age(record)[0])
 
     details, code = ctx.find_each(read_details)
@@ -226,7 +228,7 @@ def _print_why(ctx: Context) -> int:
     from ecomp.cli.history import Explanation, explain_placement, explanation_to_dict, format_explanation
 
     def explain(word: str) -> Explanation:
-        entries = _find_instance(ctx, word)
+        entries = _require_instance(ctx, word)
         ctx.report_age(entries.record)
         return explain_placement(ctx.store, lambda: ctx.placement, entries)
 
@@ -236,7 +238,7 @@ def _print_why(ctx: Context) -> int:
     return code
 
 
-def _find_instance(ctx: Context, word: str) -> InstanceEntries:
+def _require_instance(ctx: Context, word: str) -> InstanceEntries:
     from ecomp.scheduler.queries.find import find
 
     entries = find(ctx.store, ctx.resolve_instance(word))
@@ -287,12 +289,12 @@ def _serve_page(ctx: Context) -> int:
 
 
 def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
-    """Return what show, why and show --timeline print of an instance, or an error."""
+    """Return details, reasons, stages and next commands of an instance, or only an error."""
     from ecomp.cli.history import explain_placement, format_explanation, timeline_to_dict
     from ecomp.scheduler.queries.computes import read_computes
 
     try:
-        entries, computes = _find_instance(ctx, instance), read_computes(ctx.store)
+        entries, computes = _require_instance(ctx, instance), read_computes(ctx.store)
         record = entries.record
         why = f'it waits in a queue: `{ctx.command_prefix} why {instance}` asks placement what each host lacks'
         if entries.queue_entry is None:
@@ -317,7 +319,7 @@ def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
 def make_record_listing(
     records: Sequence[Record], computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
 ) -> Listing:
-    """List records by the time of request, those of a set by name, with errors and faults."""
+    """List records by the time of their request, and by name those of one request."""
     records = sort_records(records)
     reasons = [_describe_problem(record, computes, absences) for record in records]
     columns = [
@@ -407,7 +409,7 @@ def _fill(form: str, value: object) -> str:
 
 
 def explain_no_address(record: Record) -> str:
-    """Return one line with the reason why an instance has no address."""
+    """Return why an instance has no address: its failure, or what it waits for."""
     if record.state == ERROR:
         return describe_failure(record)
     reserved = record.addresses[0].expected if record.addresses else None
@@ -450,8 +452,8 @@ COMMANDS: Sequence[Command] = (
             'List all instances, one per line, in the order of their requests: uuid, name, state, address, compute '
             'and time of the request. Instances that wait in a queue are included. An instance whose host is silent is '
             'shown as `unknown`, with the state that the host reported last.',
-            cli_options.parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list',
-            find_problems=_find_list_problems),
+            cli_options.parse_nothing, _list_instances, {**LISTING_OPTIONS, **FILTERS}, (4, 5),
+            example='eschedule list', find_problems=_find_list_problems),
     Command('show', 'show <id>…', 'show all details of an instance',
             'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
             'stage, and any problem. With -f json: its record, as stored in etcd. --timeline draws the duration of '

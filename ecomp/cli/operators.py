@@ -57,7 +57,7 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
-    """Enable or drain all hosts, or none if one is unknown."""
+    """Enable or drain the given hosts, or none of them if one is unknown."""
     from ecomp.scheduler.operations import decommission
 
     outcomes, changed_guests = Outcomes(ctx, ctx.words, compute=None), set[str]()
@@ -118,7 +118,7 @@ def _forget_hosts(ctx: Context) -> int:
     return outcomes.run(forget_one)
 
 
-def _plan_moves(ctx: Context) -> int:
+def _print_plan(ctx: Context) -> int:
     from ecomp.scheduler.placing.evacuate import plan_moves, read_moves
 
     dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words)))
@@ -155,7 +155,7 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.scheduler.placing.evacuate import plan_moves, read_moves, require_silence
 
     if ctx.options.dry_run:
-        return _plan_moves(ctx)
+        return _print_plan(ctx)
     target = ctx.resolve_compute(ctx.words[0])
     computes.require_compute(ctx.computes, lambda: ctx.placement, target)
     if not ctx.options.fenced:
@@ -172,11 +172,12 @@ def _evacuate(ctx: Context) -> int:
         ctx.out.say(f'{len(lost)} {"disks" if lost[1:] else "disk"} on {host} {"are" if lost[1:] else "is"} lost')
     confirm_destroy(ctx, [get_holdings(request).name or request.instance for request in lost])
     outcomes, code = _move_guests(ctx, target, host)
-    code = _report_evacuated(ctx, host, outcomes, code)
+    code = _wait_and_report(ctx, host, outcomes, code)
     return code or (NoCapacity.exit_code if any(outcome.reason for outcome in outcomes) else 0)
 
 
 def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated], int]:
+    """Disable and evacuate a host, print each outcome, and return them with an exit code."""
     import random
 
     from ecomp.cli.input import describe_owner
@@ -207,7 +208,7 @@ def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated],
     return outcomes, 0
 
 
-def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], code: int) -> int:
+def _wait_and_report(ctx: Context, host: str, outcomes: Sequence[Evacuated], code: int) -> int:
     from ecomp.cli.waiting import wait_for_new
 
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
@@ -228,7 +229,7 @@ def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], co
 
 
 def make_host_listing(hosts: Sequence[Host]) -> Listing:
-    """List computes with the share of each resource class that is in use."""
+    """List computes, each with what is used of each resource class, and with its capacity."""
     # Classes that every guest needs come before those that only some computes have.
     classes = [*REQUIRED_CLASSES, *sorted({name for host in hosts for name in host.rooms} - set(REQUIRED_CLASSES))]
     columns = [COMPUTE_COLUMN, Column('HOST', min_width=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
@@ -309,9 +310,8 @@ def make_absorption_listing(plans: Mapping[str, Sequence[Move]], naming: Compute
 
 
 def _format_share(share: Room | None) -> str | None:
-    if share is None:
-        return None
-    return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
+    excess = f' ({share.over} too many)' if share and share.over else ''
+    return None if share is None else f'{share.used}/{share.capacity}{excess}'
 
 
 def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:

@@ -29,7 +29,7 @@ SELECTORS: Mapping[str, str] = {
 
 
 def make_filter(ctx: Context) -> RecordFilter:
-    """Make the filter of the options, or raise NotFound for a stack never applied."""
+    """Make the filter that the options describe, or raise NotFound for an unknown stack."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
     if options.stack is not None:
@@ -43,7 +43,10 @@ def make_filter(ctx: Context) -> RecordFilter:
 def select_records(
     ctx: Context, record_filter: RecordFilter, records: Iterable[Record], computes: Computes, errors: list[EcompError]
 ) -> tuple[list[Record], Absences]:
-    """Return the records that pass the filter, and which of their hosts are absent."""
+    """Return the records that pass the filter, and the absences of their hosts.
+
+    What is uncertain about these hosts is appended to `errors`.
+    """
     from ecomp.scheduler.queries.computes import read_absences
 
     candidates = record_filter._replace(states=None).select(records)
@@ -73,8 +76,8 @@ def sort_records(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda each: (each.stages.get('requested', ''), make_sort_key(each.name), each.instance))
 
 
-def list_selected(ctx: Context) -> list[Record]:
-    """Read the records that the options select, or raise NotFound for none."""
+def _read_selection(ctx: Context) -> list[Record]:
+    """Read the records that the options select, print read errors, or raise NotFound for none."""
     from ecomp.scheduler.queries.find import list_records
 
     record_filter = make_filter(ctx)
@@ -93,7 +96,7 @@ def list_selected(ctx: Context) -> list[Record]:
     return selected
 
 
-def _list_of_file(ctx: Context, path: str) -> list[Record]:
+def _read_file_records(ctx: Context, path: str) -> list[Record]:
     from ecomp.cli.stack_file import load_stack_file
     from ecomp.scheduler.queries.stacks import read_stack
 
@@ -106,17 +109,20 @@ def _list_of_file(ctx: Context, path: str) -> list[Record]:
 
 
 def select_instances(ctx: Context) -> list[Record]:
-    """Replace ctx.words by the instances that options select, and return their records."""
+    """Replace ctx.words by the instances that options select, and return their records.
+
+    If no option selects, ctx.words stay, and the result is [].
+    """
     if not has_selectors(ctx.options) and ctx.options.file is None:
         return []
-    selected = list_selected(ctx) if ctx.options.file is None else _list_of_file(ctx, ctx.options.file)
+    selected = _read_selection(ctx) if ctx.options.file is None else _read_file_records(ctx, ctx.options.file)
     ctx.words = tuple(record.instance for record in selected)
     ctx.display_names |= {record.instance: record.name for record in selected if record.name}
     return selected
 
 
 def confirm_destroy(ctx: Context, names: Sequence[str], verb: str = 'Destroy') -> None:
-    """Ask whether to destroy these instances, unless --yes, and raise EcompError without a `y`."""
+    """Ask before instances are destroyed, unless --yes, and raise EcompError without a `y`."""
     if ctx.options.yes or not names:
         return
     count = f'{len(names)} instance{"s" if len(names) > 1 else ""}'
