@@ -55,14 +55,14 @@ def parse_uuid(word: str) -> str:
 
 
 def parse_nothing(name: str, words: Sequence[str]) -> Words:
-    """Require that there are no words."""
+    """Return no words, or raise UsageError if there are any."""
     if words:
         raise UsageError(f'{name}: unexpected argument {" ".join(words)!r}')
     return ()
 
 
 def parse_bare_instance(_: str, words: Sequence[str]) -> Words:
-    """Parse the words of a line without a command, which must be one instance."""
+    """Parse the words of a line without a command, or raise UsageError for more than one."""
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command')
     return (_parse_instance(words[0], 'neither a command nor an instance'),)
@@ -78,7 +78,7 @@ def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
 
 
 def split_user(word: str) -> tuple[str, str]:
-    """Split `[USER@]<id>` into the user, '' for none, and the unchecked instance."""
+    """Split `[USER@]<id>` into a valid user, '' for none, and the unchecked instance."""
     user, at, instance = word.rpartition('@')
     with convert_to_usage_error():
         return check_user(user) if at else '', instance
@@ -180,7 +180,7 @@ def require_project(project: str) -> None:
 
 
 def parse_period(text: str) -> float:
-    """Convert a period such as 90s, 15m, 2h or 1d to seconds."""
+    """Convert a period to seconds, or raise ValueError if it is not as 90s, 15m, 2h or 1d."""
     if not re.fullmatch('[0-9]{1,5}[smhd]', text):
         raise ValueError(text)
     return float(text[:-1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86400}[text[-1]]
@@ -355,7 +355,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {field: row.__metadata__ for field, 
 
 
 def find_option_problems(name: str, options: Options, accepted_fields: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with options by the rules for all commands."""
+    """Yield, or raise as UsageError, what breaks the rules that all commands have in common."""
     given_fields = {key for key, value in options._asdict().items() if value is not None and value is not False}
     for field in sorted(given_fields.difference(accepted_fields, {'config'})):
         rows = OPTIONS[field]
@@ -395,7 +395,7 @@ def _find_form_problems(options: Options, has_columns: bool) -> Iterator[str]:
 
 
 def find_table_problems(options: Options, problem: str) -> Iterator[str]:
-    """Yield `problem` for each option that only a table has."""
+    """Yield an option and `problem` for each given option that only a table has."""
     given = {f'-f {options.format}': options.format in (CSV, VALUE), '-c': options.columns, '--sort': options.sort}
     given |= {'--no-header': options.no_header, '--wide': options.wide}
     yield from (f'{flag} {problem}' for flag, value in given.items() if value)

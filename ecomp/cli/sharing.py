@@ -39,7 +39,7 @@ def _list_flavors(ctx: Context) -> int:
         ctx.out.say(str(sharing.make_no_such_flavor(name, flavors)))
     selected = {name: item for name, item in flavors.items() if name in ctx.words}
     code = ctx.show(make_flavor_listing(selected), unreadable, is_single=len(ctx.words) == 1) if selected else 0
-    return _add_hint(ctx, NotFound.exit_code) if missing else code
+    return _print_hint(ctx, NotFound.exit_code) if missing else code
 
 
 def _set_flavor(ctx: Context) -> int:
@@ -66,7 +66,7 @@ def _list_groups(ctx: Context) -> int:
 
 
 def read_group(store: Store, name: str) -> Group:
-    """Return a group, or raise NotFound with a similar name."""
+    """Read a group, or raise NotFound, with a similar name if there is one."""
     group, _ = load_group(store, name)
     if group is None:
         hint = format_suggestion(name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries))
@@ -81,7 +81,7 @@ def _list_quotas(ctx: Context) -> int:
     quotas, code = ctx.find_each(lambda name: sharing.require_quota(ctx.store, name))
     if quotas:
         ctx.show(make_usage_listing(quotas, is_array=len(ctx.words) > 1))
-    return _add_hint(ctx, code)
+    return _print_hint(ctx, code)
 
 
 def _set_quota(ctx: Context) -> int:
@@ -91,7 +91,8 @@ def _set_quota(ctx: Context) -> int:
     return _apply_to_each(ctx, [project], lambda project: sharing.set_limits(ctx.store, project, limits) + suffix)
 
 
-def _add_hint(ctx: Context, code: int) -> int:
+def _print_hint(ctx: Context, code: int) -> int:
+    """Print, if the code is NotFound, what was probably meant, and return the same code."""
     if code == NotFound.exit_code and (hint := suggest_subcommand(ctx.name, ctx.words)):
         ctx.out.say(hint)
     return code
@@ -132,7 +133,7 @@ def make_image_listing(images: Mapping[str, str], computes: Computes, facts: Map
 
 
 def make_group_listing(groups: Sequence[Group], computes: Computes, names: Mapping[str, str]) -> Listing:
-    """List groups with member counts, and for JSON the `names` of instances by uuid."""
+    """List groups, with numbers of members and computes, in JSON with the members."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
     values = (_group_to_dict(item, computes, names) for item in groups)
     cells = ((item.name, item.rule, len(item.members), len(item.member_counts)) for item in groups)
@@ -169,7 +170,7 @@ def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List the limits and use of projects, a row for each resource."""
+    """List limits and use, a row a resource, in JSON only the first project's, or an array."""
     rows = []
     for item in quotas:
         for name in list_classes(item):

@@ -38,7 +38,7 @@ T = TypeVar('T')
 
 @dataclass(frozen=True)
 class StackFile:
-    """A valid file, with `instances` by "<member>/<number>" and `user_data` by SHA-256."""
+    """A file without problems: `instances` by "<member>/<number>", `user_data` by SHA-256."""
 
     name: str
     instances: dict[str, Desired] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class StackFile:
 
 
 def load_stack_file(ctx: Context, path: str) -> StackFile:
-    """Read a file, or stdin for `-`, and its flavors from etcd."""
+    """Read and check a file, or stdin for `-`, with the flavors from etcd that it names."""
     return _Reader(ctx, path).read()
 
 
@@ -92,7 +92,7 @@ class _Reader:
         if len(instances) > MAX_STACK_SIZE:
             top.add_problem('instances', f'the stack has more than {MAX_STACK_SIZE} instances, the limit')
         if self._is_apply:
-            self._find_groups_without_policy()
+            self._report_missing_policies()
         self._file.finish()
         for entry, desired in instances.items():
             if desired.order.group is not None:
@@ -149,12 +149,12 @@ class _Reader:
             image=self._read_with(section, 'image', lambda: resolve_image(config, image), None),
             query=query,
             ssh_keys=public_keys,
-            user_data_sha256=self._read_with(section, 'user_data', lambda: self._read_user_data(data), None),
+            user_data_sha256=self._read_with(section, 'user_data', lambda: self._hash_user_data(data), None),
             group=section.read('group', self._parse_group, None),
             **texts,
         )
         if order.group is not None:
-            self._merge_group(section, order.group)
+            self._remember_group(section, order.group)
         weigh = section.read('weigh', yaml.make_choice_parser(*STRATEGIES), default.weigh)
         return Desired(order, weigh, origins | flavor_origin, has_own_name=order.name is not None)
 
@@ -173,11 +173,11 @@ class _Reader:
             on = self._read_with(section, 'on', lambda: self._resolve_compute(on or ''), None)
         if query:
             key = 'query' if 'query' in section else 'flavor'
-            query = self._read_with(section, key, lambda: self._complete(query, on), '')
+            query = self._read_with(section, key, lambda: self._complete_query(query, on), '')
         return query, {} if flavor is None else {'query': f'flavor {flavor}'}
 
-    def _complete(self, query: str, on: str | None) -> str:
-        """Return the query with uuids for host names, restricted to `on` if given."""
+    def _complete_query(self, query: str, on: str | None) -> str:
+        """Check a query, also with placement, and return it with uuids and restricted to `on`."""
         if lacking := list_missing_classes(queries.parse_names(query).classes):
             advice = f'add {",".join(f"{name}:…" for name in lacking)} to resources='
             raise UsageError(f'lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
@@ -205,7 +205,8 @@ class _Reader:
         require_guest_classes(flavor, merged)
         return merged
 
-    def _read_user_data(self, source: Path | bytes | None) -> str | None:
+    def _hash_user_data(self, source: Path | bytes | None) -> str | None:
+        """Read and remember user-data, and return its SHA-256."""
         if source is None:
             return None
         shared = SharedUserData.from_bytes(read_user_data(source, self._ctx.out.say))
@@ -241,7 +242,7 @@ class _Reader:
             raise yaml.InvalidParts(problems)
         return membership
 
-    def _find_groups_without_policy(self) -> None:
+    def _report_missing_policies(self) -> None:
         from ecomp.shared.names import load_group
 
         for name, section in self._group_sections.items():
@@ -249,7 +250,7 @@ class _Reader:
                 fix = f'give its policy, as {{name: {name}, policy: affinity}}'
                 section.add_problem('group', f'group {name} does not exist. Fix: {fix}')
 
-    def _merge_group(self, section: Section, group: Membership) -> None:
+    def _remember_group(self, section: Section, group: Membership) -> None:
         known = self._groups.get(group.name, group)
         policy, strict = known.policy or group.policy, group.strict if known.strict is None else known.strict
         if group.policy not in (None, policy) or group.strict not in (None, strict):

@@ -48,7 +48,6 @@ def _count_fitting(text: str, width: int) -> int:
 
 
 def pad(text: str, width: int) -> str:
-    """Append spaces up to this width in terminal columns."""
     return text + ' ' * (width - measure_width(text))
 
 
@@ -69,7 +68,7 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
-    """Return a sort key in which numbers count as numbers (set-2 < set-10), and None is last."""
+    """Return a key that sorts numbers by value (set-2 before set-10), and None last."""
     if cell is None:
         return (1,)
     parts = re.split(r'(\d{1,300})', str(cell))
@@ -77,7 +76,7 @@ def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
 
 
 def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each uuid to its shortest unique beginning, and omit other texts."""
+    """Map each uuid to a unique beginning of at least 8 characters, and omit other texts."""
     uuids = sorted({text for text in texts if re.fullmatch(_UUID, text)})
     short = {}
     for index, uuid in enumerate(uuids):
@@ -165,7 +164,7 @@ class Details(NamedTuple):
     numbered_fields: Sequence[str] = ()
 
     def find_field(self, name: str) -> str:
-        """Return the name of the only field with this name or beginning."""
+        """Return the only field with this name or beginning, or raise UsageError."""
         folded_name = name.casefold().strip()
         word, _, number = folded_name.rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
@@ -180,7 +179,7 @@ class Details(NamedTuple):
 
 
 class OutputStyle(NamedTuple):
-    """The format of an output, with the usual columns for (), and uncut ones for width None."""
+    """How to print an output: all usual columns for (), and nothing is cut for width None."""
 
     form: str = TABLE
     columns: Sequence[str] = ()
@@ -216,7 +215,7 @@ def _choose_columns(listing: Listing, style: OutputStyle) -> list[Column]:
 
 
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
-    """Render at least one thing: a line for each field or, in CSV and values, a row."""
+    """Render one thing or more: a line for each field or, in CSV and values, a row a thing."""
     if style.form in (JSON, YAML):
         values = [details.value for details in things]
         return format_document(values if is_array else values[0], style.form)

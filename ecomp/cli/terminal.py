@@ -51,7 +51,7 @@ class Terminal(NamedTuple):
 
 
 def make_style(options: Options) -> OutputStyle:
-    """Return the output style by the options and, for a terminal, by its width and colours."""
+    """Return the style that the options ask for, on a terminal with its width and colours."""
     from ecomp.cli.tables import OutputStyle
 
     form = options.format or TABLE
@@ -65,7 +65,7 @@ def make_style(options: Options) -> OutputStyle:
 
 
 def find_width(stream: TextIO | None = None) -> int | None:
-    """Return a terminal's columns, by $COLUMNS first, None for a stream that is no terminal."""
+    """Return $COLUMNS or the columns of a terminal, None for a stream that is no terminal."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return None
@@ -90,7 +90,7 @@ def wrap_lines(text: str, columns: int | None) -> str:
 class LiveLine:
     """A status on stderr, if that is a terminal, which is erased at the end of the block."""
 
-    _shown: ClassVar[LiveLine | None] = None
+    _current: ClassVar[LiveLine | None] = None
 
     def __init__(self) -> None:
         self._text = ''
@@ -105,13 +105,13 @@ class LiveLine:
     @contextmanager
     def hide(cls) -> Iterator[None]:
         """Erase the status, if there is one, and draw it again below what the block prints."""
-        shown = cls._shown or cls()
-        text = shown._text
-        shown._draw('')
+        current = cls._current or cls()
+        text = current._text
+        current._draw('')
         try:
             yield
         finally:
-            shown._draw(text)
+            current._draw(text)
 
     def _show(self, text: str) -> None:
         columns = find_width(sys.stderr)
@@ -124,7 +124,7 @@ class LiveLine:
         if self._text or text:
             sys.stderr.write(f'\r\x1b[K{text}')
             sys.stderr.flush()
-            self._text, LiveLine._shown = text, self
+            self._text, LiveLine._current = text, self
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -133,7 +133,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def ask(question: str) -> str:
-    """Print a question to stderr, and return the answer from stdin, '' at its end."""
+    """Print a question on stderr, and return a line of stdin, '' if stdin has ended."""
     sys.stderr.write(make_printable(question))
     sys.stderr.flush()
     return sys.stdin.readline().strip()

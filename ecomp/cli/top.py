@@ -73,12 +73,12 @@ def _top(ctx: Context) -> int:
 
 
 def make_host_listing(use: Use, records: Sequence[Record]) -> Listing:
-    """List hosts, for which `records` must have all instances."""
+    """List what hosts use, and count the instances of `records` that run on each."""
     rows = []
     running = Counter(each.compute for each in records if each.instance in use.measurements.get(each.compute, ()))
     for compute, used in use.measurements.items():
         amounts, name = used.get(HOST, {}), use.computes.format_name(compute)
-        value = _describe(use, compute, amounts.get('cpu_seconds_per_second'))
+        value = _make_common_fields(use, compute, amounts.get('cpu_seconds_per_second'))
         value |= {field: amounts.get(field) for field in HOST_FIELDS}
         value['guests'] = running[compute] if used else None
         memory, disk = (_format_share(value[f'{of}_used_bytes'], value[f'{of}_bytes'], unit) for of, unit in SIZES)
@@ -89,7 +89,7 @@ def make_host_listing(use: Use, records: Sequence[Record]) -> Listing:
 
 
 def make_guest_listing(use: Use, records: Sequence[Record]) -> Listing:
-    """List guests that run, and active ones of which that is not known."""
+    """List the guests that their host measured, and active ones that it did not measure."""
     rows = []
     for record in records:
         used = use.measurements.get(record.compute)
@@ -97,7 +97,7 @@ def make_guest_listing(use: Use, records: Sequence[Record]) -> Listing:
             continue
         amounts, limit = used.get(record.instance, {}), record.resources.get('MEMORY_MB', 0) * MIB or None
         value: dict[str, Any] = {'instance': record.instance, 'name': record.name or None}
-        value |= _describe(use, record.compute, amounts.get('vcpu_seconds_per_second'))
+        value |= _make_common_fields(use, record.compute, amounts.get('vcpu_seconds_per_second'))
         memory = amounts.get('resident_memory_bytes')
         value |= {'memory_used_bytes': memory, 'memory_bytes': limit, **{rate: amounts.get(rate) for rate in RATES}}
         rates = [None if value[rate] is None else round(value[rate] / 1024) for rate in RATES]
@@ -107,7 +107,7 @@ def make_guest_listing(use: Use, records: Sequence[Record]) -> Listing:
     return Listing([*map(Column, names), INSTANCE_COLUMN._replace(rank=1)], _sort(rows))
 
 
-def _describe(use: Use, compute: str, cpus: float | None) -> dict[str, Any]:
+def _make_common_fields(use: Use, compute: str, cpus: float | None) -> dict[str, Any]:
     percent = None if cpus is None else round(100 * cpus, 1)
     return {'compute': compute, 'host': use.computes.find_hostname(compute), 'cpu_percent': percent}
 
@@ -116,8 +116,8 @@ def _sort(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: ((cpu := row.cells[1]) is None, -float(cpu or 0), make_sort_key(row.cells[0])))
 
 
-def _format_share(used: float | None, total: float | None, unit: int) -> str | None:
-    return None if used is None or total is None else f'{round(used / unit)}/{round(total / unit)}'
+def _format_share(amount: float | None, total: float | None, unit: int) -> str | None:
+    return None if amount is None or total is None else f'{round(amount / unit)}/{round(total / unit)}'
 
 
 # fmt: off

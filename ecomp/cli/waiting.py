@@ -28,7 +28,7 @@ def wait_and_report(
     instance_index: KeyIndex | None,
     puts_addresses: bool = True,
 ) -> None:
-    """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
+    """Wait until each word's instance has reached the stage of --for or --wait, or ADDRESSED.
 
     All instances share one deadline, at which the last console lines are printed.
     Only the table form prints an address. The caller prints the document of other forms.
@@ -64,7 +64,7 @@ def wait_and_report(
 
 
 def wait_for_new(ctx: Context, compute_by_instance: Mapping[str, str], puts_addresses: bool = True) -> Outcomes:
-    """Wait as wait_and_report() for instances with a request on a compute, or on '' in a queue."""
+    """Wait for new instances, each with its compute, or with '' if it is in a queue."""
     outcomes = Outcomes(ctx, list(compute_by_instance), **EMPTY_STATUS)
     index = KeyIndex({each: [keys.request(on, each)] for each, on in compute_by_instance.items() if on})
     wait_and_report(ctx, outcomes, lambda instance: (instance, None), index, puts_addresses)
