@@ -218,8 +218,7 @@ def _destroy_first(run: _Apply, steps: Sequence[plan.Action], what: str) -> bool
 def _report_taken_names(run: _Apply) -> int:
     _report(run)
     problem = f'stack {run.file.name}: names taken by other instances: {len(run.select(plan.TAKEN))}; {run.effect}'
-    fixes = 'give other names in the file, or first destroy the instances that have these'
-    run.ctx.out.say(f'{problem}. Fix: {fixes}')
+    run.ctx.out.say(f'{problem}. Fix: give other names in the file, or first destroy the instances that have these')
     return Conflict.exit_code
 
 
@@ -260,11 +259,8 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
         stacks.require_known_claims(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
     revision = run.state.revision if is_written else placing.write_stack(run.ctx.store, stack, run.state.revision)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (plan.CREATE, plan.REPLACE)}
-    removals = [
-        session.OldInstance(step.entry, run.state.entries[step.entry], step.action == plan.REPLACE)
-        for step in steps
-        if step.action in (plan.REPLACE, plan.DESTROY)
-    ]
+    entries, old = run.state.entries, [step for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
+    removals = [session.OldInstance(each.entry, entries[each.entry], each.action == plan.REPLACE) for each in old]
     order = plan.make_stack_order(stack, new, {'requested': make_timestamp()}) if new else None
     used = {desired.order.user_data_sha256 for desired in new.values()}
     user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
@@ -368,11 +364,9 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
     shown = [step for step in run.steps if ctx.form != TABLE or step not in kept]
     naming = ctx.name_computes() if shown else NO_COMPUTES
     # Before the first apply a stack has no epoch, so the uuids of its instances are not known.
-    has_uuids = not (is_preview and run.state.stack is None)
-    rows = [_make_row(run, step, naming, has_uuids) for step in shown]
+    rows = [_make_row(run, step, naming, not (is_preview and run.state.stack is None)) for step in shown]
     if rows or ctx.form != TABLE or ctx.options.columns:
-        document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
-        ctx.show(Listing(list(COLUMNS), rows, document))
+        ctx.show(Listing(list(COLUMNS), rows, {'stack': run.file.name, 'instances': [row.value for row in rows]}))
     _print_summary(run, is_preview)
 
 

@@ -59,8 +59,7 @@ def _resolve_prefixes(ctx: Context, words: Sequence[str]) -> list[str]:
     """Return the uuids that words abbreviate, and omit names, whole uuids and unknown ones."""
     instances = []
     for word in words:
-        prefix = None if keys.is_uuid(word) else parse_uuid_prefix(word)
-        if prefix is not None:
+        if not keys.is_uuid(word) and (prefix := parse_uuid_prefix(word)) is not None:
             with suppress(EcompError):  # reported later
                 instance = ctx.resolve_instance(word)
                 instances += [instance] if instance.startswith(prefix) else []

@@ -277,16 +277,13 @@ class Command(NamedTuple):
 
     def list_options(self, are_common: bool | None = None) -> list[Option]:
         """List the options and --config: all, or only those that are or are not common ones."""
-        help_by_field = {
-            field: text
-            for field, text in {**self.options, 'config': ''}.items()
-            if are_common in (None, field in COMMON_OPTIONS and not text)
-        }
+        fields = {**self.options, 'config': ''}.items()
+        texts = {field: text for field, text in fields if are_common in (None, field in COMMON_OPTIONS and not text)}
         # A --wait with its own help is shown without =STAGE.
         return [
             row._replace(metavar='' if row.metavar.startswith('[') else row.metavar, help=text) if text else row
             for field, rows in OPTIONS.items()
-            if (text := help_by_field.get(field)) is not None
+            if (text := texts.get(field)) is not None
             for row in rows
         ]
 

@@ -70,8 +70,7 @@ class _Commands(Mapping[str, Command]):
     _modules: Mapping[str, str] = {name: module for module, names in BY_MODULE.items() for name in names}
 
     def __getitem__(self, name: str) -> Command:
-        rows = load_rows(self._modules[name])
-        return next(row for row in rows if row.name == name)
+        return next(row for row in load_rows(self._modules[name]) if row.name == name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
@@ -136,8 +135,7 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if not words:
         raise UsageError('missing argument: a placement query, an instance or a command. Try: --help')
-    name = _match_command(words)
-    if name:
+    if name := _match_command(words):
         return name, COMMANDS[name].parse_words(name, words[len(name.split()) :])
     if '=' in words[0]:
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
@@ -160,16 +158,14 @@ def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> Us
 
 
 def _match_command(words: Sequence[str]) -> str:
-    names = (' '.join(words[:count]) for count in (2, 1))
-    return next((name for name in names if name in COMMAND_NAMES), '')
+    return next((name for count in (2, 1) if (name := ' '.join(words[:count])) in COMMAND_NAMES), '')
 
 
 def _find_command_to_explain(argv: Sequence[str]) -> str:
     words = [word for word in argv if not word.startswith('-')]
     matches = (_match_command(words[first:]) for first in range(len(words)))
     create_name = CREATE if any('=' in word for word in words) else ''
-    family_word = next((word for word in words if word in FAMILY_WORDS), '')
-    return next(filter(None, matches), create_name or family_word)
+    return next(filter(None, matches), create_name or next((word for word in words if word in FAMILY_WORDS), ''))
 
 
 def format_help(name: str) -> str:

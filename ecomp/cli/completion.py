@@ -109,8 +109,7 @@ def _list_names(commands: Mapping[str, Command], name: str, columns: str, config
     invocation = Invocation(name, (), Options(format=VALUE, columns=[columns]))
     with suppress(EcompError, OSError):
         config = load_schedule(parse_config_option(config_file))
-        etcd = config.etcd._replace(timeout=min(config.etcd.timeout, MAX_ETCD_SECONDS))
-        config = replace(config, etcd=etcd)
+        config = replace(config, etcd=config.etcd._replace(timeout=min(config.etcd.timeout, MAX_ETCD_SECONDS)))
         with closing(Context(Terminal(texts.append, texts.append, lambda _: None), config, invocation)) as context:
             commands[name].run(context)
     return [cell for cell in re.split('[\t\n]|, ', '\n'.join(texts)) if SAFE_NAME.fullmatch(cell) and cell != '-']

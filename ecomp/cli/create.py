@@ -127,8 +127,7 @@ def _report_and_wait(
     except KeyboardInterrupt:
         if not is_put:
             _print_instances(ctx, instances, output_error_prefix)  # the reader learns the uuid from nothing else
-        command = ' '.join([ctx.command_prefix, 'wait', *placed])
-        ctx.out.say(f'interrupted; the operation continues. Try: {command}')
+        ctx.out.say(f'interrupted; the operation continues. Try: {" ".join([ctx.command_prefix, "wait", *placed])}')
         return errors.StillGoing.exit_code
 
 

@@ -70,8 +70,7 @@ def _print_ssh_config(ctx: Context) -> int:
         return ctx.find_each(print_entry)[1]
     records, _ = list_records(ctx.store, with_gone=False)
     records = [record for record in records if record.state == ACTIVE and record.address]
-    unverified = [record.name or record.instance for record in records if not record.host_keys]
-    if unverified:
+    if unverified := [record.name or record.instance for record in records if not record.host_keys]:
         instance_names = make_printable(join_some(unverified, MAX_QUOTED_WORDS))
         ctx.out.say(f'no entries for these guests, because their host keys are unknown: {instance_names}')
     return ctx.find_each(print_entry, [record.instance for record in records if record.host_keys])[1]

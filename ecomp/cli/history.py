@@ -250,8 +250,7 @@ def _print_events(ctx: Context) -> int:
         try:
             for event in _read_events(ctx, history):
                 if selection.match(event, formatter.remember_name(event)):
-                    is_json = ctx.form == JSON
-                    yield event.time, dump(event_to_dict(event)) if is_json else formatter.format_line(event)
+                    yield event.time, dump(event_to_dict(event)) if ctx.form == JSON else formatter.format_line(event)
             next_revision = history.next_revision
         finally:
             history.close()
@@ -326,8 +325,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
 def _add_hostnames(computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
     names = {compute: load_object_or_empty(value or b'').get('hostname') for compute, value in presences.items()}
     new = {key: str(name) for key, name in names.items() if is_hostname(name) and not computes.find_hostname(key)}
-    hostnames = {**computes.stored_hostnames, **new}
-    return replace(computes, stored_hostnames=hostnames) if new else computes
+    return replace(computes, stored_hostnames={**computes.stored_hostnames, **new}) if new else computes
 
 
 def _report_since(ctx: Context, since: int) -> None:

@@ -41,8 +41,7 @@ def require_guest_classes(flavor: str, query: str) -> None:
     """Raise UsageError if the combined `query` lacks what every guest needs."""
     from ecomp.model.query import parse_names
 
-    lacking = list_missing_classes(parse_names(query).classes)
-    if lacking:
+    if lacking := list_missing_classes(parse_names(query).classes):
         advice = f"give a query with 'resources={','.join(f'{name}:…' for name in lacking)}'"
         raise UsageError(f'flavor {flavor} lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
 

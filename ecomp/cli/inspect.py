@@ -132,8 +132,7 @@ def _list_instances(ctx: Context) -> int:
         return Drawing(table, [*map(str, unreadable), *_explain_unserved(records, lambda: computes)])
 
     if ctx.options.watch:
-        prefixes = (keys.INSTANCES, keys.HOSTS, keys.QUEUES, keys.COMPUTES)
-        watch(ctx.config.etcd, prefixes, make_drawing, ctx.out.draw)
+        watch(ctx.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES, keys.COMPUTES), make_drawing, ctx.out.draw)
         return 0
     records, known, absences, unreadable = read()
     if not records and ctx.options.host is not None:
@@ -358,8 +357,7 @@ def make_record_details(record: Record, computes: Computes = NO_COMPUTES, absenc
     fields = _list_fields(record, computes, absences)
     shown = [(name, cell or None) for name, cell in fields if cell or name in ALWAYS_SHOWN]
     possible_fields = dict.fromkeys(name for name, _ in _list_fields(Record('', '', ''), NO_COMPUTES, NO_ABSENCES))
-    value = _record_to_dict(record, computes, absences)
-    return Details(shown, value, tuple(possible_fields), ('interface',))
+    return Details(shown, _record_to_dict(record, computes, absences), tuple(possible_fields), ('interface',))
 
 
 def _list_fields(record: Record, computes: Computes, absences: Absences) -> Iterator[tuple[str, str | None]]:

@@ -286,8 +286,7 @@ def make_evacuation_listing(
         place = {'replaced_by': new or None, 'compute': compute or None, 'host': naming.find_hostname(compute)}
         address, reason = statuses.get(new, {}).get('address'), naming.replace_uuids(reason)
         cells = [name, old, new or None, naming.format_name(compute) or None, address, reason or None]
-        value = {'instance': old, 'name': name, **place, 'address': address, 'reason': reason or None}
-        rows.append(Row(cells, value))
+        rows.append(Row(cells, {'instance': old, 'name': name, **place, 'address': address, 'reason': reason or None}))
     columns = [Column('NAME'), Column('OLD', 2, UUID), Column('INSTANCE', 1, UUID), Column('HOST')]
     return Listing([*columns, Column('ADDRESS', 2), Column('REASON', folds=True)], rows)
 

@@ -113,8 +113,7 @@ def make_flavor_listing(flavors: Mapping[str, Flavor]) -> Listing:
     for name, flavor in flavors.items():
         resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())
         rows.append(Row((name, resources, flavor.traits or None), to_dict(flavor)))
-    columns = [Column('FLAVOR'), Column('RESOURCES', min_width=20), Column('TRAITS', 1, min_width=8)]
-    return Listing(columns, rows)
+    return Listing([Column('FLAVOR'), Column('RESOURCES', min_width=20), Column('TRAITS', 1, min_width=8)], rows)
 
 
 def make_image_listing(images: Mapping[str, str], computes: Computes, facts: Mapping[str, Facts]) -> Listing:

@@ -123,8 +123,7 @@ class _Reader:
         return instances
 
     def _read_names(self, section: Section, base: str) -> list[str]:
-        count = section.read('count', _parse_count, 1)
-        numbers = range(1, min(count, MAX_STACK_SIZE + 1) + 1)
+        numbers = range(1, min(section.read('count', _parse_count, 1), MAX_STACK_SIZE + 1) + 1)
         return [f'{base}-{number}' for number in numbers] if 'count' in section else [base]
 
     def _read_member(self, section: Section, default: Desired) -> Desired:

@@ -82,8 +82,7 @@ MIN_SIMILARITY = 0.82
 
 def make_hint(words: Sequence[str]) -> str:
     """Return the end of a message for words that are no command: a guess, or a hint to --help."""
-    suggestion = suggest(words)
-    return f': {suggestion}' if suggestion else '. Try: --help'
+    return f': {suggestion}' if (suggestion := suggest(words)) else '. Try: --help'
 
 
 def find_new_form(words: Sequence[str]) -> tuple[str, str]:

@@ -199,7 +199,8 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
     if style.form in (JSON, YAML):
         values = [row.value for row in rows]
         return format_document(values if listing.document is None else listing.document, style.form)
-    columns = _choose_columns(listing, style)
+    columns = [_find_column(name, listing.columns, '-c') for name in style.columns]
+    columns = columns or [item for item in listing.columns if style.wide or style.form != TABLE or not item.wide]
     indexes = list(map(listing.columns.index, columns))
     parts: dict[str, list[list[Cell]]] = {} if rows else {'': []}
     for row in rows:
@@ -207,11 +208,6 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
         parts.setdefault(title, []).append([row.cells[index] for index in indexes])
     headings = {title: f'{make_printable(title)}\n' if title else '' for title in parts}
     return '\n\n'.join(headings[title] + _format_rows(columns, cells, style) for title, cells in parts.items())
-
-
-def _choose_columns(listing: Listing, style: OutputStyle) -> list[Column]:
-    columns = [_find_column(name, listing.columns, '-c') for name in style.columns]
-    return columns or [item for item in listing.columns if style.wide or style.form != TABLE or not item.wide]
 
 
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
@@ -246,8 +242,7 @@ def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], styl
         return _format_table(columns, rows, style)
     texts = [list(map(_format_value, row)) for row in rows]
     if style.form == CSV:
-        headings = [[_format_value(column.name) for column in columns]] * style.header
-        return _format_csv([*headings, *texts])
+        return _format_csv([*[[_format_value(column.name) for column in columns]] * style.header, *texts])
     return '\n'.join('\t'.join(cell or '-' for cell in row) for row in texts if any(row))
 
 

@@ -55,8 +55,7 @@ def wait_and_report(
             record = wait_for_stage(wait_state, stage, power)
         is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
         if is_old and (host := describe_if_silent(ctx.store, ctx.placement, record.compute)):
-            reached = f'{instance}: reached {stage}, but its host {host}'
-            raise StillGoing(f'{reached}. Try: eschedule hosts')
+            raise StillGoing(f'{instance}: reached {stage}, but its host {host}. Try: eschedule hosts')
         if ctx.form == TABLE and puts_addresses and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             ctx.out.put(make_printable(record.address or ''))
 
