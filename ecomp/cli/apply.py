@@ -208,7 +208,7 @@ def _resize(run: _Apply) -> None:
 
 
 def _destroy_first(run: _Apply, steps: Sequence[plan.Action], what: str) -> bool:
-    """Destroy these instances, and return whether all are gone, as `_wait_for_ends` does."""
+    """Destroy these instances, wait and plan again, or print why not and return False."""
     if removed := [step._replace(action=plan.DESTROY) for step in steps if step.action != plan.ENDING]:
         placing.remove_instances(run.ctx.store, _make_change(run, removed))
         run.effect = f'the {what} instances were destroyed'
@@ -252,21 +252,21 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
 
     Except for a preview, a stack that is new or stale is first written to etcd.
     """
-    stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
+    state, stack = run.state, run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
     stack = stack._replace(applied_from=_describe_origin(run.ctx))
-    is_written = preview or not (run.state.stack is None or run.state.is_stale)
-    if run.state.stack is None or run.state.is_stale:
+    is_due = state.stack is None or state.is_stale
+    if is_due:
         stacks.require_known_claims(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
-    revision = run.state.revision if is_written else placing.write_stack(run.ctx.store, stack, run.state.revision)
+    revision = state.revision if preview or not is_due else placing.write_stack(run.ctx.store, stack, state.revision)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (plan.CREATE, plan.REPLACE)}
-    entries, old = run.state.entries, [step for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
-    removals = [session.OldInstance(each.entry, entries[each.entry], each.action == plan.REPLACE) for each in old]
+    old = [step for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
+    removals = [session.OldInstance(each.entry, state.entries[each.entry], each.action == plan.REPLACE) for each in old]
     order = plan.make_stack_order(stack, new, {'requested': make_timestamp()}) if new else None
     used = {desired.order.user_data_sha256 for desired in new.values()}
     user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
     places = [each.stack for each in order.orders.values()] if order else []
     run.new_instances = {place.entry_name: place.instance for place in places if place}
-    return placing.StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
+    return placing.StackChange(stack, revision, order, removals, user_data, is_new=state.stack is None)
 
 
 def _preview(run: _Apply) -> int:

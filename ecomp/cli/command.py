@@ -276,7 +276,7 @@ class Command(NamedTuple):
     find_problems: Callable[[str, Sequence[str], Options], Iterable[str]] = lambda *_: ()
 
     def list_options(self, are_common: bool | None = None) -> list[Option]:
-        """List the options and --config: all, or only those that are or are not common ones."""
+        """List the options and --config: the common ones, the others, or all for None."""
         fields = {**self.options, 'config': ''}.items()
         texts = {field: text for field, text in fields if are_common in (None, field in COMMON_OPTIONS and not text)}
         # A --wait with its own help is shown without =STAGE.

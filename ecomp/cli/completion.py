@@ -41,7 +41,7 @@ FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAM
 
 
 def print_candidates(put: Callable[[str], None], rows: Mapping[str, Command], current: str = '', *before: str) -> int:
-    """Print the candidates for the word `current` behind the words `before`, a line each."""
+    """Print the candidates for the word `current` after the words `before`, a line each."""
     flag, equals, typed = current.partition('=')
     prefix = f'{flag}=' if equals and flag in FLAGS else ''
     named_files = [value for option, value in zip(before, before[1:], strict=False) if option == '--config']

@@ -177,8 +177,7 @@ def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bo
 def _can_still_report(record: Record) -> bool:
     started = record.reached_stages.get('started', '')
     latest_start = format_time(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
-    has_reported = 'ready' in record.reached_stages or record.cloud_init is not None
-    return not has_reported and started >= latest_start
+    return not ('ready' in record.reached_stages or record.cloud_init is not None or started < latest_start)
 
 
 def _write_if_changed(path: Path, text: str) -> None:

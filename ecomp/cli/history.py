@@ -96,7 +96,7 @@ def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
 
 
 def format_explanation(explanation: Explanation) -> str:
-    """Return an explanation as printable text, a sentence a line."""
+    """Return an explanation as text for a terminal, a sentence a line."""
     record, choice, its_group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
     name, position = record.name or record.instance, explanation.position
     since_text = f'since {record.stages.get("requested" if position else "scheduled", "an unknown time")}'
@@ -211,8 +211,7 @@ def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str
     if end < begin or scale_seconds <= 0:
         return ''
     left = min(max(int(round(begin / scale_seconds * width, 3)), 0), width - 1)  # the seconds are rounded
-    right = min(max(round(end / scale_seconds * width), left + 1), width)
-    return ' ' * left + '=' * (right - left)
+    return ' ' * left + '=' * (min(max(round(end / scale_seconds * width), left + 1), width) - left)
 
 
 def _parse_epoch_seconds(time: str) -> float | None:

@@ -271,8 +271,7 @@ def make_move_listing(moves: Sequence[Move], naming: Computes) -> Listing:
         guest = {'compute': old, 'host': find_hostname(old), 'instance': request.instance, 'name': name}
         place = {'new_compute': new, 'new_host': find_hostname(new or '')}
         fits = {'fits': bool(new) if move.is_known else None, 'reason': reason}
-        cells = [name, request.instance, called(old), new and called(new), reason]
-        rows.append(Row(cells, {**guest, **place, **fits}))
+        rows.append(Row([name, request.instance, called(old), new and called(new), reason], {**guest, **place, **fits}))
     columns = [Column('NAME'), Column('INSTANCE', 1, UUID), Column('FROM'), Column('TO'), Column('REASON', folds=True)]
     return Listing(columns, sorted(rows, key=lambda row: tuple(map(make_sort_key, row.cells))))
 

@@ -47,9 +47,8 @@ def convert_to_usage_error(subject: str = '') -> Iterator[None]:
 
 
 def parse_uuid(word: str) -> str:
-    """Parse the uuid of an instance into canonical form."""
-    canonical = _normalize_uuid(word)
-    if canonical is None:
+    """Parse a uuid of an instance into canonical form, or raise UsageError."""
+    if (canonical := _normalize_uuid(word)) is None:
         raise UsageError(f'{word!r} is not a valid uuid of an instance. Try: --help')
     return canonical
 

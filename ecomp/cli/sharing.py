@@ -132,7 +132,7 @@ def make_image_listing(images: Mapping[str, str], computes: Computes, facts: Map
 
 
 def make_group_listing(groups: Sequence[Group], computes: Computes, names: Mapping[str, str]) -> Listing:
-    """List groups, with numbers of members and computes, in JSON with the members."""
+    """List groups and how many members and computes each has, in JSON with all members."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
     values = (_group_to_dict(item, computes, names) for item in groups)
     cells = ((item.name, item.rule, len(item.members), len(item.member_counts)) for item in groups)
@@ -169,7 +169,7 @@ def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List limits and use, a row a resource, in JSON only the first project's, or an array."""
+    """List limits and use, a row a resource, in JSON of the first project unless `is_array`."""
     rows = []
     for item in quotas:
         for name in list_classes(item):

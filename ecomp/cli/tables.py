@@ -199,8 +199,7 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
     if style.form in (JSON, YAML):
         values = [row.value for row in rows]
         return format_document(values if listing.document is None else listing.document, style.form)
-    columns = [_find_column(name, listing.columns, '-c') for name in style.columns]
-    columns = columns or [item for item in listing.columns if style.wide or style.form != TABLE or not item.wide]
+    columns = _choose_columns(listing, style)
     indexes = list(map(listing.columns.index, columns))
     parts: dict[str, list[list[Cell]]] = {} if rows else {'': []}
     for row in rows:
@@ -208,6 +207,11 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
         parts.setdefault(title, []).append([row.cells[index] for index in indexes])
     headings = {title: f'{make_printable(title)}\n' if title else '' for title in parts}
     return '\n\n'.join(headings[title] + _format_rows(columns, cells, style) for title, cells in parts.items())
+
+
+def _choose_columns(listing: Listing, style: OutputStyle) -> list[Column]:
+    columns = [_find_column(name, listing.columns, '-c') for name in style.columns]
+    return columns or [item for item in listing.columns if style.wide or style.form != TABLE or not item.wide]
 
 
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
