@@ -109,7 +109,7 @@ def _parse_metrics(file: YamlFile, node: Node) -> Path:
     path = file.parse_path(node)
     if path.suffix != '.prom':
         name = yaml_file.shorten(path.name)
-        raise ValueError(f'must end in .prom, because node_exporter reads no other file, not {name}')
+        raise ValueError(f'{name} must end in .prom, because node_exporter reads no other file')
     return path
 
 

@@ -134,8 +134,8 @@ def _suggest_upgrade(version: str, ours: str) -> str:
     if parts == our_parts:  # two commits of a release, or a candidate for it
         return 'install the same commit on its host and here'
     if parts > our_parts:
-        steps = '`pipx install --force .`, `pip install .` in its virtual environment'
-        return f'here, in a clone of ecomp {version}: {steps}, or its package ecomp-client'
+        steps = '`pipx install --force .`, or `pip install .` in its virtual environment'
+        return f'install {version} here: its package ecomp-client or, in a clone of it, {steps}'
     # Stopped before the installation, because a running ecompute would start workers of the new version.
     install = "/opt/ecomp/bin/pip uninstall -y ecomp; /opt/ecomp/bin/pip install '.[hypervisor]'"
     steps = f'systemctl stop ecompute; {install}; systemctl start ecompute'

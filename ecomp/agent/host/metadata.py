@@ -327,7 +327,7 @@ class GuestData:
             # The record of its end must not wait. A read-only file system refuses to remove even a missing file.
             if instance in self.find_ready():
                 failure = f'{error.filename} cannot be removed ({error.strerror})'
-                log.warning('%s: instance %s will seem ready immediately after its next start', failure, instance)
+                log.warning('%s: instance %s will seem ready too early, right after its next start', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:
         """Remove all files of an instance, but not a MAC's file that is another instance's."""

@@ -539,7 +539,7 @@ class ImageCache:
         try:
             self._bases.record_url(url, download, began_at)
         except OSError as error:
-            log.warning('%s: cannot record in %s which image this URL has: %s', url, self.directory, error.strerror)
+            log.warning('%s: cannot note in %s which file is its image: %s', url, self.directory, error.strerror)
         return hold
 
     def _download(

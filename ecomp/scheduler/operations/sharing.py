@@ -78,7 +78,7 @@ def delete_flavor(store: Store, name: str) -> str:
         return message
     waiting = sum(keys.parse_queue_key(queue_key) is not None for queue_key in queue_keys)
     stuck = f'no compute takes the {waiting} request{"" if waiting == 1 else "s"} in its queue'
-    return message + (f'; {stuck}. Fix: set the flavor again, or destroy the instances' if waiting else '')
+    return message + (f'; {stuck}. Fix: set the flavor again, or destroy the waiting instances' if waiting else '')
 
 
 def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
