@@ -17,7 +17,7 @@ MAX_AMOUNT = 2**31 - 1
 
 
 class Room(NamedTuple):
-    """The capacity of a class, and its usage, which may be more after the inventory shrank."""
+    """The capacity and the usage of a class. After an inventory shrinks, more may be used."""
 
     capacity: int
     used: int
@@ -29,6 +29,7 @@ class Room(NamedTuple):
 
     @property
     def over(self) -> int:
+        """The usage above the capacity, or 0 while the class is fully reserved."""
         return 0 if self.is_fully_reserved else max(self.used - self.capacity, 0)
 
 
@@ -60,7 +61,7 @@ class Inventory(NamedTuple):
         return Room(self.capacity, self.used).free
 
     def find_nearest_amount(self, amount: int, room: int) -> int | None:
-        """Return the valid amount up to `room` that is nearest to `amount`, or None without any."""
+        """Return the amount nearest to `amount` that the units and `room` allow, or None."""
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
         above = -(-max(amount, minimum) // self.step_size) * self.step_size
@@ -105,7 +106,7 @@ def is_class(name: str) -> bool:
 parse_resources: Callable[[Any], dict[str, int]] = dict_of(number(1, MAX_AMOUNT))
 
 
-def _parse_entry(entry: Any) -> dict[str, int]:
+def _parse_nonempty_resources(entry: Any) -> dict[str, int]:
     resources = parse_resources(OBJECT(entry).get('resources'))
     if not resources:
         raise ValueError('has no resources')
@@ -113,7 +114,7 @@ def _parse_entry(entry: Any) -> dict[str, int]:
 
 
 # Converts placement's shape to {provider: {class: amount}}; class names are not checked.
-parse_allocations: Callable[[Any], dict[str, dict[str, int]]] = dict_of(_parse_entry, NONEMPTY)
+parse_allocations: Callable[[Any], dict[str, dict[str, int]]] = dict_of(_parse_nonempty_resources, NONEMPTY)
 
 
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
@@ -138,11 +139,12 @@ def find_compute(allocations: Allocations) -> str:
 
 
 def list_missing_classes(resources: Container[str]) -> list[str]:
+    """Return which of VCPU, MEMORY_MB and DISK_GB are missing."""
     return [name for name in REQUIRED_CLASSES if name not in resources]
 
 
 def describe_difference(request: Allocations, claim: Allocations) -> str | None:
-    """Describe in a sentence of limited length how two allocations differ, or return None."""
+    """Describe how two allocations differ, or return None if they are equal."""
     if {p: dict(r) for p, r in request.items()} == {p: dict(r) for p, r in claim.items()}:
         return None
     if not claim:
@@ -166,7 +168,7 @@ def format_resources(resources: Resources) -> str:
 
 
 class Provider(NamedTuple):
-    """A resource provider, whose usage includes that of `taken_count` instances of a set."""
+    """A resource provider. Its usage includes `taken_count` other instances of a set."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = {}
@@ -180,10 +182,11 @@ class Provider(NamedTuple):
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
 
     def with_usage(self, amounts: Sequence[Resources]) -> Provider:
-        """Return the provider with these amounts of other instances of the set added to its usage."""
+        """Add the amounts of other instances of the set to the usage, one mapping an instance."""
         sums = sum_resources(amounts)
         increased = {name: each._replace(used=each.used + sums.get(name, 0)) for name, each in self.inventories.items()}
         return self._replace(inventories=increased, taken_count=len(amounts))
 
     def get_names(self, key: str) -> Collection[str]:
+        """Return what `key` of a query looks at: the aggregates, its own uuid, or else traits."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)

@@ -49,7 +49,7 @@ class Desired(NamedTuple):
     has_own_name: bool = False  # whether the file gives the member a name
 
 
-class Existing(NamedTuple):
+class Current(NamedTuple):
     """The last delivered instance of an entry, which is not gone, and its valid request."""
 
     record: Record
@@ -80,19 +80,19 @@ class Action(NamedTuple):
         return self.entry.rpartition('/')[0]
 
 
-def keep_names(desired: Mapping[str, Desired], existing: Mapping[str, Existing]) -> dict[str, Desired]:
-    """Return `desired`, in which an instance keeps its present name if the file gives none."""
+def keep_names(desired: Mapping[str, Desired], current: Mapping[str, Current]) -> dict[str, Desired]:
+    """Return `desired`, with its current name for each instance that the file does not name."""
     kept = dict(desired)
-    for entry in desired.keys() & existing.keys():
-        target, name = desired[entry], existing[entry].name
-        if name and not existing[entry].is_ending and (not target.has_own_name or name == target.unnumbered_name):
+    for entry in desired.keys() & current.keys():
+        target, name = desired[entry], current[entry].name
+        if name and not current[entry].is_ending and (not target.has_own_name or name == target.unnumbered_name):
             kept[entry] = target._replace(order=replace(target.order, name=name))
     return kept
 
 
 def plan_steps(
     desired: Mapping[str, Desired],
-    existing: Mapping[str, Existing],
+    current: Mapping[str, Current],
     owners: Mapping[str, str],
     replaced: Collection[str] | None = (),
     prune: bool = False,
@@ -100,40 +100,40 @@ def plan_steps(
 ) -> list[Action]:
     """Return a step for each desired entry, in their order, then one for each other entry.
 
-    `existing` has the entries whose instance is not gone, and `owners` the living instance that has a name. An
-    instance that differs or failed is replaced if its member or its entry is in `replaced` (ALL_MEMBERS: any). With
-    `prune`, surplus instances are destroyed, and with `resize`, those are resized of which only the amounts differ.
+    `owners` maps each name to the living instance that has it. An instance that differs or failed is replaced if its
+    member or its entry is in `replaced` (ALL_MEMBERS: any). With `prune`, surplus instances are destroyed. With
+    `resize`, an instance is resized if only its amounts differ. Protected ones are neither replaced nor destroyed.
     """
-    steps = [_plan_desired(entry, target, existing.get(entry), owners, replaced) for entry, target in desired.items()]
+    steps = [_plan_entry(entry, target, current.get(entry), owners, replaced) for entry, target in desired.items()]
     steps = [step._replace(action=RESIZE) if resize and step.can_resize else step for step in steps]
-    for entry, surplus in existing.items():
+    for entry, surplus in current.items():
         if entry not in desired:
             action = ENDING if surplus.is_ending else DESTROY if prune else SURPLUS
             state = DESTROYING if surplus.is_ending else surplus.record.state
             steps.append(Action(entry, surplus.name, action, surplus.record.instance, state))
-    return [_keep_protected(step, existing[step.entry]) if step.entry in existing else step for step in steps]
+    return [_spare_protected(step, current[step.entry]) if step.entry in current else step for step in steps]
 
 
-def _keep_protected(step: Action, existing: Existing) -> Action:
-    request = existing.request
+def _spare_protected(step: Action, current: Current) -> Action:
+    request = current.request
     if step.action not in (REPLACE, DESTROY) or request is None or not request.is_protected:
         return step
     reason = f'it is protected. Fix: eschedule unprotect {request.name or request.instance}'
     return step._replace(action=DIFFERS if step.action == REPLACE else SURPLUS, reasons=[*step.reasons, reason])
 
 
-def _plan_desired(
-    entry: str, desired: Desired, existing: Existing | None, owners: Mapping[str, str], replaced: Collection[str] | None
+def _plan_entry(
+    entry: str, desired: Desired, current: Current | None, owners: Mapping[str, str], replaced: Collection[str] | None
 ) -> Action:
     name = desired.order.name
     owner = owners.get(name or '')
-    if owner is not None and (existing is None or existing.record.instance != owner):
+    if owner is not None and (current is None or current.record.instance != owner):
         return Action(entry, name, TAKEN, reasons=[f'its name belongs to instance {owner}, which is not of this entry'])
-    if existing is None:
+    if current is None:
         return Action(entry, name, CREATE)
-    (record, request), current = existing, existing.name or name
-    if existing.is_ending:
-        return Action(entry, current, ENDING, record.instance, DESTROYING)
+    (record, request), shown_name = current, current.name or name
+    if current.is_ending:
+        return Action(entry, shown_name, ENDING, record.instance, DESTROYING)
     can_resize = False
     may_replace = replaced is ALL_MEMBERS or not {entry, entry.rpartition('/')[0]}.isdisjoint(replaced)
     if record.state == ERROR:
@@ -142,22 +142,22 @@ def _plan_desired(
         action, reasons = DIFFERS, list_differences(record, request, desired)
         if record.state == QUEUED:
             reasons = ['it waits in a queue']
-        elif existing.name != name and not (reasons and may_replace):
+        elif current.name != name and not (reasons and may_replace):
             # Another name alone is no reason to lose a disk.
-            renaming = f'name: {existing.name or "none"} → {name}'
-            reasons.insert(0, f'{renaming}. Try: eschedule rename {existing.name or record.instance} {name}')
+            renaming = f'name: {current.name or "none"} → {name}'
+            reasons.insert(0, f'{renaming}. Try: eschedule rename {current.name or record.instance} {name}')
             may_replace = False
         elif not reasons and not (request and record.has_failed(request.resize)):
-            return Action(entry, current, KEEP, record.instance, record.state)
+            return Action(entry, shown_name, KEEP, record.instance, record.state)
         elif not reasons:
             reasons, can_resize, may_replace = [record.fault or 'its resize has failed'], True, False
         else:
-            can_resize = _differs_in_amounts(record, request, desired)
+            can_resize = _can_resize(record, request, desired)
     action = REPLACE if may_replace else action
-    return Action(entry, current, action, record.instance, record.state, reasons, can_resize)
+    return Action(entry, shown_name, action, record.instance, record.state, reasons, can_resize)
 
 
-def _differs_in_amounts(record: Record, request: Request | None, desired: Desired) -> bool:
+def _can_resize(record: Record, request: Request | None, desired: Desired) -> bool:
     """Return whether only the amounts differ, and the guest can get those of the file."""
     if request is not None and record.state in (ACTIVE, STOPPED):
         with suppress(EcompError, UnsupportedQueryError):
@@ -169,17 +169,17 @@ def _differs_in_amounts(record: Record, request: Request | None, desired: Desire
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
-    """Return `field: old → new (origin)` for each field but the name that differs."""
+    """Return `field: old → new (origin)` for each field that differs, except the name."""
     order = desired.order
     differences = []
     for name, read, is_recorded in _COMPARED:
-        existing: Order = request if request is not None else record
+        current: Order = request if request is not None else record
         if request is None and not is_recorded:
             continue
-        old, new = read(existing), read(order)
-        if name == 'group' and order.group is not None and existing.group is not None:
+        old, new = read(current), read(order)
+        if name == 'group' and order.group is not None and current.group is not None:
             # A policy that the file does not give is that of the existing group.
-            old, new = (_describe_group(_keep_given(existing.group, order.group)), _describe_group(order.group))
+            old, new = (_describe_group(_drop_unset_rule(current.group, order.group)), _describe_group(order.group))
         if old != new:
             changes = _list_changed_parts(old, new) if name == 'query' else [f'{name}: {old} → {new}']
             origin = f' ({desired.origins[name]})' if name in desired.origins else ''
@@ -193,11 +193,11 @@ def _list_changed_parts(old: str, new: str) -> list[str]:
     return [f'{part} {before.get(part, "none")} → {after.get(part, "none")}' for part in parts]
 
 
-def _keep_given(existing: Membership, given: Membership) -> Membership:
+def _drop_unset_rule(current: Membership, target: Membership) -> Membership:
     # A record has no policy.
-    policy = None if given.policy is None else existing.policy or given.policy
-    strict = given.strict if given.strict is None or existing.strict is None else existing.strict
-    return Membership(existing.name, policy, strict)
+    policy = None if target.policy is None else current.policy or target.policy
+    strict = target.strict if target.strict is None or current.strict is None else current.strict
+    return Membership(current.name, policy, strict)
 
 
 def _describe_group(group: Membership | None) -> str:
@@ -229,7 +229,7 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 
 
 def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
-    """Return the exit code of a plan whose changes are carried out, or that is only shown."""
+    """Return 5 if a difference or another's name remains, 8 for changes of a dry run, else 0."""
     actions = {step.action for step in steps}
     if actions.intersection((*DIFFERENCES, TAKEN)):
         return 5
@@ -252,7 +252,7 @@ class StackOrder(SetOrder):
 
 
 def make_stack_order(stack: Stack, desired: Mapping[str, Desired], stages: Mapping[str, str]) -> StackOrder:
-    """Make the order of new instances for these entries, of which there is at least one."""
+    """Make the order of new instances, or raise UsageError if it is too large for etcd."""
     members = {}
     for entry, target in desired.items():
         place = stack.make_place(entry)

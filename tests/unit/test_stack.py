@@ -26,7 +26,7 @@ from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
 from ecomp.model import apply, stack
 from ecomp.model.allocation import Room
-from ecomp.model.apply import ALL_MEMBERS, Action, Desired, Existing, find_exit_code, keep_names, plan_steps
+from ecomp.model.apply import ALL_MEMBERS, Action, Current, Desired, find_exit_code, keep_names, plan_steps
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
@@ -92,7 +92,7 @@ def make_order(**fields: Any) -> Order:
     return Order(INSTANCE, **(defaults | fields))
 
 
-def make_existing(state: str, has_request: bool = True, is_tombstone: bool = False, **fields: Any) -> Existing:
+def make_existing(state: str, has_request: bool = True, is_tombstone: bool = False, **fields: Any) -> Current:
     """Return an instance of make_order() with other fields, or as if its request were malformed."""
     values = make_order(**fields).copy_fields()
     recorded = values | {'ssh_keys': None, 'user_data_sha256': None}
@@ -103,10 +103,10 @@ def make_existing(state: str, has_request: bool = True, is_tombstone: bool = Fal
     if is_tombstone:
         values['image'] = None
     allocations = {} if is_tombstone else {COMPUTE: {'VCPU': 1}}
-    return Existing(record, Request(**values, allocations=allocations) if has_request else None)
+    return Current(record, Request(**values, allocations=allocations) if has_request else None)
 
 
-def plan(desired: Desired | None, existing: Existing | None, owner: str | None = None, *options: Any) -> list[Action]:
+def plan(desired: Desired | None, existing: Current | None, owner: str | None = None, *options: Any) -> list[Action]:
     owners = {'shop-web': owner} if owner else {}
     return plan_steps({'web/1': desired} if desired else {}, {'web/1': existing} if existing else {}, owners, *options)
 
@@ -132,7 +132,7 @@ PLANS = [
 
 @pytest.mark.parametrize(('existing', 'desired', 'usual', 'replaced', 'pruned'), PLANS)
 def test_step_by_state_and_option(
-    existing: Existing | None, desired: Desired | None, usual: str, replaced: str, pruned: str
+    existing: Current | None, desired: Desired | None, usual: str, replaced: str, pruned: str
 ) -> None:
     owner = existing.record.instance if existing else None
     actions = [
@@ -231,7 +231,7 @@ def test_instance_that_was_renamed_keeps_its_entry(given: str, unnumbered: str, 
     # Its compute has not copied the new name into the record.
     record, request = make_existing('active')
     assert request is not None
-    renamed = Existing(record, replace(request, name='front'))
+    renamed = Current(record, replace(request, name='front'))
     order = make_order(name=given or 'shop-web')
     existing = {'web/1': renamed}
     for changes, options, changed in (({}, ALL_MEMBERS, action), ({'image': 'http://x/'}, ALL_MEMBERS, 'replace')):
@@ -274,7 +274,7 @@ def test_other_amounts_alone_can_be_given_to_the_guest(
 ) -> None:
     record, request = make_existing(state, query=f'resources={old}')
     assert request is not None
-    existing = Existing(record, replace(request, allocations={COMPUTE: {'VCPU': 1, 'DISK_GB': 2}}))
+    existing = Current(record, replace(request, allocations={COMPUTE: {'VCPU': 1, 'DISK_GB': 2}}))
     desired = Desired(make_order(query=f'resources={new}', **fields), SPREAD)
     (offered,) = plan(desired, existing)
     assert (offered.action, offered.can_resize) == ('differs', action == 'resize')
@@ -292,7 +292,7 @@ def test_resize_that_failed_is_a_difference_which_resize_repeats() -> None:
         ({'VCPU': 1}, (ALL_MEMBERS, False, True), 'keep', ()),  # it waits for a start
     ):
         record = replace(record, resize=Resize(3, resources), fault='resize failed: why')
-        existing = Existing(record, replace(request, resize=Resize(3, {'VCPU': 1})))
+        existing = Current(record, replace(request, resize=Resize(3, {'VCPU': 1})))
         (step,) = plan(SAME, existing, None, *options)
         assert (step.action, step.reasons) == (action, reasons)
 

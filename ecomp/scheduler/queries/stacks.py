@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
-from ecomp.model.apply import Existing
+from ecomp.model.apply import Current
 from ecomp.model.host import Computes, describe_silent_fix, list_unproven
 from ecomp.model.order import Request, parse_request
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
@@ -39,8 +39,8 @@ class StackState(NamedTuple):
     is_stale: bool = False
 
     @property
-    def current(self) -> dict[str, Existing]:
-        return {name: Existing(entries.record, entries.request) for name, entries in self.entries.items()}
+    def current(self) -> dict[str, Current]:
+        return {name: Current(entries.record, entries.request) for name, entries in self.entries.items()}
 
 
 def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
