@@ -41,18 +41,18 @@ class Lot(NamedTuple):
     image: str = ''
 
     @property
-    def required(self) -> int:
+    def required_count(self) -> int:
         return len(self.instances) if self.minimum is None else self.minimum
 
     def is_short(self, places: Collection[str]) -> bool:
-        return sum(instance in places for instance in self.instances) < self.required
+        return sum(instance in places for instance in self.instances) < self.required_count
 
 
 class Assignment(NamedTuple):
     """The new places, and the instances that have none."""
 
     candidates: Mapping[str, Candidate]
-    missing: Mapping[str, str]  # why an instance has no place, in the words of a refusal
+    reasons: Mapping[str, str]  # why an instance has no place, in the words of a refusal
     insufficient: Mapping[str, Candidate]  # the places of lots below their minimum
     # The least number of places left behind those of a lot and of older attempts; below 0 too few.
     spare: int
@@ -80,10 +80,10 @@ class Planner:
         dead: Collection[str] = (),
         ahead: int | None = None,
     ) -> Assignment:
-        """Assign each instance without one of the `claims`, as if the computes in `dead` were dead.
+        """Assign the instances that have no claim, as if the computes in `dead` were dead.
 
-        The claims' room is used in placement's answers already. A lot without a group leaves `ahead` places to the
-        instances of older attempts. `ahead` is None if no other attempt is in flight.
+        Placement's answers already count the claims. A lot without a group leaves `ahead` places to the instances of
+        older attempts. `ahead` is None if no other attempt is in flight.
         """
         plan = _Plan(self, frozenset(dead), claims, ahead)
         for lot in lots:
@@ -98,10 +98,10 @@ class Planner:
             units.setdefault(group.name if group and group.is_undecided else lot, []).append(lot)
         for unit in units.values():
             plan.place(unit)
-        return Assignment(plan.candidates, plan.missing, plan.insufficient, plan.spare)
+        return Assignment(plan.candidates, plan.reasons, plan.insufficient, plan.spare)
 
     def rank(self, lot: Lot) -> Ranking:
-        """Return the candidates for a lot without its group, ranked once for all plans."""
+        """Rank the candidates for a lot, regardless of its group, or return the earlier ranking."""
         key = lot.query, lot.weigh, lot.image
         if key not in self._rankings:
             choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng, troubled=self.troubled)
@@ -115,13 +115,13 @@ class Planner:
         return list(dict.fromkeys(each.compute for each in best if each.quality == best[0].quality))
 
     def prefer(self, lot: Lot, computes: Collection[str]) -> None:
-        """Prefer these computes, which have the lot's image, to others that are as good."""
+        """Rank these computes, which have the lot's image, before others that are as good."""
         candidates = [each._replace(has_image=each.compute in computes) for each in self.rank(lot).candidates]
         candidates.sort(key=lambda each: (each.quality, not each.has_image))
         self._rankings[lot.query, lot.weigh, lot.image] = Ranking(candidates)
 
     def list_candidates(self, lot: Lot, group: Group | None) -> list[Candidate]:
-        """Return the candidates that the group admits, in the order of trying."""
+        """Return the candidates that the group admits: healthy ones first, then by its policy."""
         candidates = self.rank(lot).candidates
         if group is None:
             return list(candidates)
@@ -161,25 +161,25 @@ class _Plan:
     claims: Mapping[str, Candidate]
     ahead: int | None
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     insufficient: dict[str, Candidate] = field(default_factory=dict)
     spare: int = MIN_SPARE_PLACES
     # Only the room that its own instances take, so the plans for a thousand hosts share placement's answers.
-    used: dict[str, dict[str, Room]] = field(default_factory=dict)
+    own_rooms: dict[str, dict[str, Room]] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
 
     def get_group(self, lot: Lot) -> Group | None:
         return self.groups.get(lot.membership.name) if lot.membership is not None else None
 
     def place(self, lots: Sequence[Lot]) -> None:
-        """Place one lot, or several that need one compute, or none if fewer than required fit."""
-        names = {lot: self._list_unheld(lot) for lot in lots}
+        """Place the lots, an undecided group's on one compute, or none if too few fit."""
+        names = {lot: self._list_unclaimed(lot) for lot in lots}
         group, count = self.get_group(lots[0]), sum(map(len, names.values()))
-        required = sum(lot.required - len(lot.instances) for lot in lots) + count
-        best, best_used = dict[str, Candidate](), self.used
+        required = sum(lot.required_count - len(lot.instances) for lot in lots) + count
+        best, best_used = dict[str, Candidate](), self.own_rooms
         is_united = group is not None and group.is_undecided
         for compute in self.planner.rank(lots[0]).positions if is_united and count else [''] * bool(count):
-            chosen, used = self._try(names, compute, group)
+            chosen, used = self._choose(names, compute, group)
             if len(chosen) > len(best):
                 best, best_used = chosen, used
             if len(best) == count:
@@ -188,21 +188,21 @@ class _Plan:
             reason = self._explain(lots[0], group, len(best), count)
             if len(best) < required:
                 self.insufficient |= best
-                best, best_used = {}, self.used
-            self.missing |= {each: reason for of_lot in names.values() for each in of_lot if each not in best}
+                best, best_used = {}, self.own_rooms
+            self.reasons |= {each: reason for of_lot in names.values() for each in of_lot if each not in best}
         self.candidates |= best
-        self.used.update(best_used)
+        self.own_rooms.update(best_used)
         if group is not None:
             self.groups[group.name] = group.with_members({each: best[each].compute for each in best})
 
-    def _list_unheld(self, lot: Lot) -> list[str]:
+    def _list_unclaimed(self, lot: Lot) -> list[str]:
         return [each for each in lot.instances if each not in self.claims]
 
-    def _try(
+    def _choose(
         self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None
     ) -> tuple[dict[str, Candidate], dict[str, dict[str, Room]]]:
-        """Choose candidates for instances, and return them and the room that is left by provider."""
-        chosen, used = dict[str, Candidate](), dict(self.used)
+        """Choose candidates, all on `compute` unless it is ''. Return them and the rooms then."""
+        chosen, used = dict[str, Candidate](), dict(self.own_rooms)
         rooms = ChainMap(used, self.planner.rooms)
         for lot, instances in names.items():
             ranking = self.planner.rank(lot).restrict(compute) if compute else self.planner.rank(lot)

@@ -350,7 +350,7 @@ def assign(
     chosen = assignment.candidates
     for compute, free in rooms.items():
         assert sum(each.allocations[compute]['VCPU'] for each in chosen.values() if each.compute == compute) <= free
-    return {instance: candidate.compute for instance, candidate in chosen.items()}, set(assignment.missing)
+    return {instance: candidate.compute for instance, candidate in chosen.items()}, set(assignment.reasons)
 
 
 def test_larger_instances_are_placed_first_in_one_table_of_room() -> None:

@@ -93,7 +93,7 @@ def plan_moves(
     assignment = planner.assign(lots, dead=dead, ahead=ahead)
     for instance in (each for lot in lots for each in lot.instances):
         candidate = assignment.candidates.get(instance)
-        moves.append(Move(by_instance[instance], candidate, assignment.missing.get(instance, '')))
+        moves.append(Move(by_instance[instance], candidate, assignment.reasons.get(instance, '')))
     return moves
 
 

@@ -84,7 +84,7 @@ class NoRoom(NoCapacity):
     """There is no room by these offers: `places` are those that are claimed or were found."""
 
     def __init__(self, assignment: Assignment, claims: Mapping[str, Candidate], offers: Offers) -> None:
-        super().__init__(next(iter(assignment.missing.values()), ''))
+        super().__init__(next(iter(assignment.reasons.values()), ''))
         self.assignment = assignment
         self.offers = offers
         self.places = [*claims.values(), *assignment.candidates.values(), *assignment.insufficient.values()]

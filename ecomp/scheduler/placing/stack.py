@@ -160,7 +160,7 @@ def preview_change(store: Store, backend: Backend, change: StackChange, rng: ran
     offers = {query: read_candidates(placement, query) for query in target.queries}
     living, troubled = list_leased(store, keys.COMPUTES), list_leased(store, keys.TROUBLES)
     assignment = Planner(offers, target.groups, living, rng, troubled=troubled).assign(target.lots)
-    if assignment.missing:
+    if assignment.reasons:
         raise target.make_refusal(NoRoom(assignment, {}, offers))
     require_complete(assignment.candidates.values())
     target.require_quota(assignment.candidates)
@@ -208,8 +208,8 @@ class _Target:
 
     def make_refusal(self, no_room: NoRoom) -> MembersRefused:
         assignment, orders = no_room.assignment, self.order.orders
-        reason = next(iter(assignment.missing.values()))
-        instances = [each for each in orders if assignment.missing.get(each) == reason]
+        reason = next(iter(assignment.reasons.values()))
+        instances = [each for each in orders if assignment.reasons.get(each) == reason]
         members = [place.member for each in instances if (place := orders[each].stack)]
         message = f'{", ".join(dict.fromkeys(members))}: {reason}; nothing was created'
         return MembersRefused(message, instances, no_room.places)
