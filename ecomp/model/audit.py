@@ -42,7 +42,7 @@ Revisions = Mapping[str, Mapping[str, int]]
 
 
 def confirm_findings(first: Iterable[Finding], second: Iterable[Finding], reads: Sequence[Revisions]) -> list[Finding]:
-    """Return the findings that both checks have, if the keys of their subject did not change."""
+    """Return the findings that both checks have, if all `reads` agree about their subject."""
     # Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     second_findings = set(second)
     both = [each for each in first if each in second_findings]
@@ -80,7 +80,7 @@ def _find_compute_problems(world: World) -> Iterator[Finding]:
 
 
 def find_mute(world: World) -> Iterator[Finding]:
-    """Find living computes without a valid report."""
+    """Find the living computes that do not check themselves, or do not answer."""
     for compute, reason in sorted(world.planes.mute_reasons.items()):
         yield Finding('compute-mute', compute, f'compute {compute} is alive, but does not check itself: {reason}')
 
@@ -122,7 +122,7 @@ def _find_claim_problems(world: World) -> Iterator[Finding]:
 # Of etcd
 
 
-def _find_malformed(world: World) -> Iterator[Finding]:
+def _find_malformed_values(world: World) -> Iterator[Finding]:
     def report(key: str, subject: str, reason: str, compute: str = '') -> Finding:
         return Finding('malformed', subject, f'{key} is malformed: {reason}', compute, keys=(key,))
 
@@ -149,7 +149,7 @@ def _find_malformed(world: World) -> Iterator[Finding]:
         yield from (report(make_key(name), name, each) for name, each in parsed.items() if isinstance(each, str))
 
 
-def _find_unleased(world: World) -> Iterator[Finding]:
+def _find_unleased_keys(world: World) -> Iterator[Finding]:
     for prefix in (keys.COMPUTES, keys.ATTEMPTS, keys.QUEUES):
         for key, entry in world.select_prefix(prefix).items():
             if not entry.lease and (prefix != keys.QUEUES or key.endswith(keys.TAKER)):
@@ -229,7 +229,7 @@ def _find_own_name_problems(world: World, record: Record) -> Iterator[Finding]:
         yield Finding('name-missing', record.instance, sentence, is_repairable=is_free, keys=related_keys)
 
 
-def _find_replaced(world: World) -> Iterator[Finding]:
+def _find_living_replaced(world: World) -> Iterator[Finding]:
     requests = {instance: world.list_live_requests(instance) for instance in world.requests_by_compute}
     living = [each for each in world.records.values() if world.is_living(each.instance)]
     settled = [record for record in living if not world.is_in_work(record.instance)]
@@ -299,7 +299,7 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
             continue
         for line in group.list_breaches():
             yield Finding('group-broken', name, f'the policy of the group is {group.rule}, but {line}')
-        orphans = [instance for instance in sorted(group.members) if not _is_requested_or_living(world, instance)]
+        orphans = [instance for instance in sorted(group.members) if not _may_exist(world, instance)]
         if orphans:
             listed = join_some(orphans, MAX_QUOTED_INSTANCES)
             sentence = f'{keys.group(name)} has members that are neither requested nor living: {listed}'
@@ -307,12 +307,12 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
     for instance in (record.instance for record in world.settled):
         for compute, request in world.list_live_requests(instance).items():
             name = request.group.name if request.group else ''
-            if name and (detail := _find_lack(world.groups.get(name), instance, compute)):
+            if name and (detail := _describe_lack(world.groups.get(name), instance, compute)):
                 sentence = f'its request on compute {compute} is in group {name}, but {keys.group(name)} {detail}'
                 yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
 
-def _find_lack(group: Group | str | None, instance: str, compute: str) -> str:
+def _describe_lack(group: Group | str | None, instance: str, compute: str) -> str:
     if group is None:
         return 'does not exist'
     if isinstance(group, str) or (other := group.members.get(instance)) == compute:
@@ -320,7 +320,7 @@ def _find_lack(group: Group | str | None, instance: str, compute: str) -> str:
     return f'lists the instance on compute {other}' if other else 'does not list the instance'
 
 
-def _is_requested_or_living(world: World, instance: str) -> bool:
+def _may_exist(world: World, instance: str) -> bool:
     is_known = instance in world.in_flight or instance in world.malformed_records
     return is_known or bool(world.requests_by_compute.get(instance)) or world.is_living(instance)
 
@@ -357,7 +357,7 @@ def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) ->
 def _find_stack_entries(world: World) -> Iterator[Finding]:
     for name, stack in world.stacks.items():
         key = keys.stack(name)
-        if not isinstance(stack, Stack) or _is_applied(world, stack):
+        if not isinstance(stack, Stack) or _is_being_applied(world, stack):
             continue
         if orphans := list_orphaned_entries(world, stack):
             listed = join_some(orphans, MAX_QUOTED_INSTANCES)
@@ -372,12 +372,12 @@ def _find_stack_mismatches(world: World) -> Iterator[Finding]:
             continue  # request-ended
         for place in {each.stack for each in world.list_live_requests(instance).values() if each.stack}:
             known, key = world.stacks.get(place.name), keys.stack(place.name)
-            if isinstance(known, str) or _is_applied(world, known):
+            if isinstance(known, str) or _is_being_applied(world, known):
                 continue
             # Another uuid is not of the stack. A refused apply may leave a key without entries.
             if place.instance == instance and (known is None or not known.entries):
                 lost.setdefault(place.name, []).append(instance)
-            elif known and (owner := _find_owner(known, place.entry_name)) != instance:
+            elif known and (owner := _describe_owner(known, place.entry_name)) != instance:
                 sentence = f'it is requested for {place.entry_name} of stack {place.name}, but {key} has {owner} there'
                 yield Finding('stack-mismatch', instance, sentence, is_repairable=False, keys=(key,))
     for name, instances in lost.items():
@@ -387,21 +387,21 @@ def _find_stack_mismatches(world: World) -> Iterator[Finding]:
         yield Finding('stack-mismatch', name, sentence, keys=(keys.stack(name),))
 
 
-def _is_applied(world: World, stack: Stack | None) -> bool:
+def _is_being_applied(world: World, stack: Stack | None) -> bool:
     return stack is not None and world.get_value(keys.attempt(stack.attempt)) is not None
 
 
-def _find_owner(stack: Stack, entry_name: str) -> str:
+def _describe_owner(stack: Stack, entry_name: str) -> str:
     entry = stack.entries.get(entry_name)
     return stack.make_place(entry_name, entry.incarnation).instance if entry else 'no instance'
 
 
 def list_orphaned_entries(world: World, stack: Stack) -> list[str]:
-    """List the entries that have not ended, but whose instances are gone."""
+    """List the entries that have not ended, but whose instances are gone and not in error."""
     instances = {name: each for name, each in stack.list_instances().items() if not stack.entries[name].is_ended}
     # The next apply reports a failed instance, and replaces it only on request.
     failed = {each for each in instances.values() if each in world.records and world.records[each].state == ERROR}
-    return [name for name, each in instances.items() if each not in failed and not _is_requested_or_living(world, each)]
+    return [name for name, each in instances.items() if each not in failed and not _may_exist(world, each)]
 
 
 # Of a host, by itself
@@ -581,7 +581,7 @@ CHECKS = add_checks({
     'booted-differs': Check(CLUSTER, _find_entry_problems,
         'the address in /booted differs from the address in the record', '`etcdctl put <key> ADDRESS`, with the '
         'address in the record, or `etcdctl del <key>` if the record has no address'),
-    'replaced-lives': Check(CLUSTER, _find_replaced,
+    'replaced-lives': Check(CLUSTER, _find_living_replaced,
         'an instance lives beside one that says that it replaces it, as after a restore of etcd',
         'only if you know that its host was evacuated: `eschedule destroy <instance>`, or destroy the replacement '
         'if you need the older disk'),
@@ -612,10 +612,10 @@ CHECKS = add_checks({
         'the stack in a request does not exist, or has another instance for its entry',
         'if the instance that the stack has is gone, as after a restore of etcd: `eschedule apply` of its file '
         'takes this one over; otherwise `eschedule destroy` the one that you do not need', Repair.RESTORE_STACK),
-    'malformed': Check(CLUSTER, _find_malformed,
+    'malformed': Check(CLUSTER, _find_malformed_values,
         'the value of a key is malformed: of a request, a record, a name, a group, a quota, a stack or in a queue',
         'if no newer ecomp wrote it: `etcdctl del <key>`, or for a request `eschedule destroy <instance>`'),
-    'unleased': Check(CLUSTER, _find_unleased,
+    'unleased': Check(CLUSTER, _find_unleased_keys,
         'a key has no lease: the record of a finished instance, an attempt, a presence or a taker',
         'if the process that wrote it is dead: `etcdctl del <key>`', Repair.PUT_ON_LEASE),
     # of claims, by each host, and by eschedule for absent ones
@@ -702,8 +702,8 @@ MAX_REPORT_BYTES = 64 * 1024
 class HostReport(NamedTuple):
     """The value of /findings/<compute>: what two checks of a host agree on, or a check's error.
 
-    `revision` is that of the last question that the host answered, 0 before any. `omitted` findings had no room.
-    `repairs` has a line about each repair that the question asked for.
+    `revision` is of the last `check --now` that the host answered, or 0. `omitted` counts findings that had no room.
+    `repairs` has a line about each repair that this check asked for.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -714,7 +714,7 @@ class HostReport(NamedTuple):
 
 
 def encode_report(report: HostReport) -> str:
-    """Encode a report, leaving out the findings for which it has no room."""
+    """Encode a report. Findings beyond MAX_REPORT_BYTES are left out, and only counted."""
     size = 512 + len(dump([report.error, *report.repairs]).encode())
     kept: list[Finding] = []
     for finding in report.findings:
@@ -726,7 +726,7 @@ def encode_report(report: HostReport) -> str:
 
 
 def parse_report(compute: str, value: bytes) -> HostReport:
-    """Parse the report of a compute, whose findings are its own."""
+    """Parse a report, or raise ValueError. All its findings become findings of `compute`."""
     if len(value) > MAX_REPORT_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_REPORT_BYTES}')
     report = decode(HostReport, value)
