@@ -17,7 +17,7 @@ MAX_AMOUNT = 2**31 - 1
 
 
 class Room(NamedTuple):
-    """The capacity and the usage of a class. After an inventory shrinks, more may be used."""
+    """The capacity of a class and its usage, which is larger if the inventory has shrunk."""
 
     capacity: int
     used: int
@@ -168,7 +168,7 @@ def format_resources(resources: Resources) -> str:
 
 
 class Provider(NamedTuple):
-    """A resource provider. Its usage includes `taken_count` other instances of a set."""
+    """A resource provider, with `taken_count` other instances of a set in its usage."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = {}

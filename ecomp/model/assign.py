@@ -201,7 +201,7 @@ class _Plan:
     def _choose(
         self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None
     ) -> tuple[dict[str, Candidate], dict[str, dict[str, Room]]]:
-        """Choose candidates, all on `compute` unless it is ''. Return them and the rooms then."""
+        """Choose candidates, on `compute` unless it is '', and return the rooms after that, too."""
         chosen, used = dict[str, Candidate](), dict(self.own_rooms)
         rooms = ChainMap(used, self.planner.rooms)
         for lot, instances in names.items():

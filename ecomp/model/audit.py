@@ -714,7 +714,7 @@ class HostReport(NamedTuple):
 
 
 def encode_report(report: HostReport) -> str:
-    """Encode a report. Findings beyond MAX_REPORT_BYTES are left out, and only counted."""
+    """Encode a report with as many findings as fit, and count the others in `omitted`."""
     size = 512 + len(dump([report.error, *report.repairs]).encode())
     kept: list[Finding] = []
     for finding in report.findings:
@@ -726,7 +726,7 @@ def encode_report(report: HostReport) -> str:
 
 
 def parse_report(compute: str, value: bytes) -> HostReport:
-    """Parse a report, or raise ValueError. All its findings become findings of `compute`."""
+    """Parse a report, whose findings are all of `compute`, or raise ValueError."""
     if len(value) > MAX_REPORT_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_REPORT_BYTES}')
     report = decode(HostReport, value)

@@ -75,7 +75,7 @@ class Choice(NamedTuple):
 def choose(
     offer: Offer, living_computes: Iterable[str], strategy: str, rng: random.Random, troubled: Collection[str] = ()
 ) -> Choice:
-    """Order the candidates on exactly one living compute: `troubled` last, then by weight."""
+    """Sort the candidates on exactly one living compute: `troubled` ones last, then by weight."""
     living = set(living_computes)
     candidates: list[Candidate] = []
     skipped: set[str] = set()
@@ -95,9 +95,9 @@ def choose(
     return Choice(candidates, sorted(skipped))
 
 
-def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
-    """Return the free share, 0 to 1, of the class that is scarcest after placing `requested`."""
-    usages = [(room[name], amount) for name, amount in requested.items() if name in room]
+def calculate_free_share(amounts: Resources, room: Mapping[str, Room]) -> float:
+    """Return the smallest free share of a class, 0.00 to 1.00, after `amounts` are placed."""
+    usages = [(room[name], amount) for name, amount in amounts.items() if name in room]
     shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages if usage.capacity]
     return round(max(min(shares, default=0.0), 0.0), 2)  # nearly equal computes are equal
 
@@ -125,8 +125,10 @@ def distribute(  # noqa: PLR0913
     dead: Collection[str] = (),
     stale_computes: Iterable[str] = (),
 ) -> list[Candidate]:
-    """Choose for each of `count` instances the best candidate that has room, if any is left."""
-    # A class or provider that `rooms` lacks is unlimited. The room of `stale_computes` has changed since the ranking.
+    """Choose the best candidates that have room, one an instance, for up to `count` instances.
+
+    A class or provider that `rooms` lacks is unlimited. The room of `stale_computes` has changed since the ranking.
+    """
     changed, chosen = dict[str, dict[str, Room]](), list[Candidate]()
     counts = Counter(group.member_counts if group is not None else ())
 
@@ -190,7 +192,7 @@ class _CandidateHeap:
 
 
 def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Add the allocations to the usage in `rooms`, or return False if one does not fit."""
+    """Add the allocations to the usage in `rooms`, or only return False if one does not fit."""
     parts = [(rooms.get(provider, {}), resources) for provider, resources in allocations.items()]
     usages = [(room, name, resources[name]) for room, resources in parts for name in resources if name in room]
     if any(room[name].used + amount > room[name].capacity for room, name, amount in usages):

@@ -58,7 +58,7 @@ class ClusterIdentity(NamedTuple):
 
 
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest valid revision below /accepted/, or 0."""
+    """Return the highest valid revision in values below /accepted/, or 0."""
     # A value above the revision of its own key counts as that revision.
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
@@ -91,6 +91,7 @@ def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> 
 
 
 def describe_vulnerabilities(version: str) -> Problem | None:
+    """Return the problem of a vulnerable etcd, or None, also if its version is malformed."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None
