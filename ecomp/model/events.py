@@ -79,11 +79,11 @@ Describer = Callable[[Change, NameCompute, Deliveries], DatedEvents]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Event]:
-    """Return the events of a revision, with the latest time in its new values and its writer."""
-    deliveries, stamps = _list_deliveries(changes), [_read_stamp(change) for change in changes]
-    describers = ((each, _DESCRIBERS.get(_get_family(each.key))) for each in changes)
+    """Return the events of one revision, which share the latest of its times and its writer."""
+    deliveries, stamps = _list_deliveries(changes), [_read_new_stamp(change) for change in changes]
+    describers = ((each, _DESCRIBERS.get(_get_prefix(each.key))) for each in changes)
     events = [pair for each, describe in describers if describe for pair in describe(each, name_compute, deliveries)]
-    times = filter(_is_time, [*(time for _, new in events for time in new), *(time for time, _ in stamps)])
+    times = filter(_is_iso_time, [*(time for _, new in events for time in new), *(time for time, _ in stamps)])
     time, by = max(times, default=''), max((by for _, by in stamps), default='')
     return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time, by=by) for event, _ in events]
 
@@ -106,7 +106,7 @@ def _list_deliveries(changes: Sequence[Change]) -> Deliveries:
     return [(computes[key], parse_request(computes[key], key, value or b'')) for key, value in new.items()]
 
 
-def _read_stamp(change: Change) -> tuple[str, str]:
+def _read_new_stamp(change: Change) -> tuple[str, str]:
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     time, by = after.get(WRITTEN_AT), after.get(WRITTEN_BY)
     if time in (None, before.get(WRITTEN_AT)) or not change.key.startswith(_STAMPED) or not change.is_known:
@@ -115,15 +115,16 @@ def _read_stamp(change: Change) -> tuple[str, str]:
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
+    """Return the fields in the order of the JSON output, with None for an empty one."""
     names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says', 'by')
     return {name: getattr(event, name) or None for name in names}
 
 
-def _get_family(key: str) -> str:
+def _get_prefix(key: str) -> str:
     return '/'.join(key.split('/')[:2]) + '/' if key.count('/') > 1 else key
 
 
-def _is_time(text: str) -> bool:
+def _is_iso_time(text: str) -> bool:
     try:
         return format_time(datetime.fromisoformat(text)) == text
     except (ValueError, OverflowError):
@@ -288,7 +289,7 @@ def _describe_compute(change: Change, name_compute: NameCompute, _deliveries: De
         yield Event(change.revision, 'compute', f'compute {label} {verb}{suffix}', compute=compute), ()
 
 
-def _describe_operation(change: Change, name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
+def _describe_operator_act(change: Change, name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     compute, text = keys.get_last_part(change.key), ''
     # The name of a forgotten compute is only here.
     hostname = load_object_or_empty(change.before or b'').get('hostname')
@@ -338,7 +339,7 @@ def _describe_stack(change: Change, _name_compute: NameCompute, _deliveries: Del
     values = (change.before, change.after)
     before, after = (_describe_value(lambda _, value: decode(Stack, value, name=name), name, each) for each in values)
     # Only an apply stamps the value. A destroy and an evacuation change it, too.
-    origin = after.applied_from if isinstance(after, Stack) and any(_read_stamp(change)) else ''
+    origin = after.applied_from if isinstance(after, Stack) and any(_read_new_stamp(change)) else ''
     file = make_printable(origin.partition(':')[2].rpartition('/')[2], MAX_NAME_CHARACTERS)
     texts = []
     if after is None:
@@ -370,7 +371,7 @@ _DESCRIBERS: Mapping[str, Describer] = {
     keys.QUEUES: _describe_queue,
     keys.NAMES: _describe_name,
     keys.COMPUTES: _describe_compute,
-    **dict.fromkeys((keys.FACTS, keys.HOSTNAMES, keys.ACCEPTED), _describe_operation),
+    **dict.fromkeys((keys.FACTS, keys.HOSTNAMES, keys.ACCEPTED), _describe_operator_act),
     keys.GROUPS: _make_describer('group', lambda name, value: decode(Group, value, name=name).rule),
     keys.QUOTAS: _make_describer('quota', _describe_limits),
     keys.FLAVORS: _make_describer('flavor', lambda name, value: decode(Flavor, value, name=name).query),

@@ -41,7 +41,8 @@ class UnmetConstraint:
 
     @property
     def is_disabled(self) -> bool:
-        return _is_enabled_constraint(self.constraint)
+        """True if the constraint fails because the provider is disabled."""
+        return _requires_enabled(self.constraint)
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Miss:
 
     @property
     def is_disabled(self) -> bool:
+        """True if only this fails: the provider is disabled."""
         return bool(self.failures) and all(failure.is_disabled for failure in self.failures)
 
     @property
@@ -67,7 +69,7 @@ class Miss:
 
 
 def explain_uncovered(query: Iterable[Constraint], provider: Provider) -> str | None:
-    """Say why this module does not cover a provider, to which others may supply a class."""
+    """Return that another provider may supply a class, so it is not explained, or None."""
     names = [each.name for each in query if isinstance(each, Amount) and each.name not in provider.inventories]
     if names and provider.aggregates:
         return f'not explained: another provider of its aggregates may share {", ".join(names)} with it'
@@ -75,7 +77,7 @@ def explain_uncovered(query: Iterable[Constraint], provider: Provider) -> str | 
 
 
 def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints that fail on a covered provider, first that it is enabled."""
+    """Find the constraints that fail on a provider, first that it has to be enabled."""
     # Required classes are never dropped, so a query that has one keeps resources when another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
     results = (_find_unmet(constraint, provider, can_drop) for constraint in query)
@@ -84,23 +86,23 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 
 
 def add_group_failure(
-    original: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
+    miss: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
 ) -> Miss:
-    """Add a failure if `group`, with `taken_computes` as members, excludes the provider."""
+    """Return `miss`, with one more failure if the group or one of `taken_computes` excludes it."""
     if group is None:
-        return original
-    reason = group.explain_exclusion(original.provider, name_compute)
+        return miss
+    reason = group.explain_exclusion(miss.provider, name_compute)
     if reason is None and taken_computes:
         others = group.with_members({str(number): compute for number, compute in enumerate(taken_computes)})
-        if others.explain_exclusion(original.provider) is not None:
-            index = taken_computes.index(original.provider) if original.provider in taken_computes else 0
+        if others.explain_exclusion(miss.provider) is not None:
+            index = taken_computes.index(miss.provider) if miss.provider in taken_computes else 0
             host = name_compute(taken_computes[index])
             reason = f'instance {index + 1} of the set takes {host} (group {group.name}, {group.rule})'
     if reason is None:
-        return original
+        return miss
     constraint = GroupConstraint(group.name)
     failure = UnmetConstraint(constraint, reason, 1.0, Cure(constraint, None))
-    return Miss(original.provider, (*original.failures, failure))
+    return Miss(miss.provider, (*miss.failures, failure))
 
 
 def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
@@ -108,14 +110,14 @@ def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
 
 
 def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
-    """Return the smallest miss that can be cured, if possible without freeing anything."""
+    """Return the smallest miss that cures can mend, preferably without freeing, or None."""
     curable = [candidate for candidate in sort_misses(misses) if candidate.cures]
     by_query = (candidate for candidate in curable if not any(cure.amount_to_free for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """Return the query with each constraint that has a cure replaced or dropped."""
+    """Return the query, in which each constraint that has a cure is replaced or dropped."""
     replacements = {cure.constraint: cure.replacement for cure in cures}
     replaced = (replacements.get(constraint, constraint) for constraint in query)
     return tuple(remaining for remaining in replaced if remaining is not None)
@@ -149,16 +151,16 @@ def _find_unmet(constraint: Constraint, provider: Provider, can_drop: bool) -> U
     if is_met:
         return None
     # Dropping it cannot help: exclude_disabled() adds it to each query that is sent.
-    cure = None if _is_enabled_constraint(constraint) else Cure(constraint, None)
+    cure = None if _requires_enabled(constraint) else Cure(constraint, None)
     return UnmetConstraint(constraint, _describe_lack(constraint), 1.0, cure)
 
 
-def _is_enabled_constraint(constraint: Constraint | GroupConstraint) -> bool:
+def _requires_enabled(constraint: Constraint | GroupConstraint) -> bool:
     return isinstance(constraint, Exclusion) and constraint.name == DISABLED
 
 
 def _describe_lack(constraint: Requirement | Exclusion) -> str:
-    if _is_enabled_constraint(constraint):
+    if _requires_enabled(constraint):
         return 'is disabled'
     if isinstance(constraint, Exclusion):
         return f'{"is in aggregate" if constraint.key == "member_of" else "has"} {constraint.name}'
@@ -172,18 +174,18 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 
 
 def _find_unmet_amount(
-    requested: Amount, inventory: Inventory | None, can_drop: bool, taken: int
+    constraint: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
-    name, amount = requested.name, requested.amount
-    drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
+    name, amount = constraint.name, constraint.amount
+    drop_cure = Cure(constraint, None) if can_drop and name not in REQUIRED_CLASSES else None
     if inventory is None:
-        return UnmetConstraint(requested, f'has no {name}', 1.0, drop_cure)
+        return UnmetConstraint(constraint, f'has no {name}', 1.0, drop_cure)
     # In placement an amount fits if used + amount <= (total - reserved) * allocation_ratio.
     reasons = []
     if inventory.used + amount > inventory.capacity:
         lacking = f'short by {inventory.used + amount - inventory.capacity}'
         usage = f'used {inventory.used}' if inventory.used > inventory.capacity else f'free {inventory.free}'
-        reasons.append(f'{name} is {lacking}' if taken else f'{name} {lacking} ({usage} of {inventory.capacity})')
+        reasons.append(f'{name} is {lacking}' if taken_count else f'{name} {lacking} ({usage} of {inventory.capacity})')
     if amount > inventory.max_unit:
         reasons.append(f'{name}:{amount} is above max_unit {inventory.max_unit}')
     if amount < inventory.min_unit:
@@ -194,16 +196,16 @@ def _find_unmet_amount(
         return None
     possible = inventory.find_nearest_amount(amount, inventory.free)
     shortage = 1.0 if possible is None else min(abs(amount - possible) / amount, 1.0)
-    cure = _find_cure(requested, inventory, possible, drop_cure)
-    return UnmetConstraint(requested, '; '.join(reasons), shortage, cure)
+    cure = _find_cure(constraint, inventory, possible, drop_cure)
+    return UnmetConstraint(constraint, '; '.join(reasons), shortage, cure)
 
 
-def _find_cure(requested: Amount, inventory: Inventory, possible: int | None, drop_cure: Cure | None) -> Cure | None:
+def _find_cure(constraint: Amount, inventory: Inventory, possible: int | None, drop_cure: Cure | None) -> Cure | None:
     if possible is not None:
-        return Cure(requested, Amount(requested.name, possible))
+        return Cure(constraint, Amount(constraint.name, possible))
     if drop_cure is not None:
         return drop_cure
-    if_empty = inventory.find_nearest_amount(requested.amount, inventory.capacity)
+    if_empty = inventory.find_nearest_amount(constraint.amount, inventory.capacity)
     if if_empty is None:
         return None
-    return Cure(requested, Amount(requested.name, if_empty), inventory.used + if_empty - inventory.capacity)
+    return Cure(constraint, Amount(constraint.name, if_empty), inventory.used + if_empty - inventory.capacity)
