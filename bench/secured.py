@@ -26,7 +26,7 @@ from ecomp.lab import control
 from ecomp.lab.machine import terminate
 from ecomp.model import keys
 from ecomp.model.allocation import Provider
-from ecomp.model.facts import make_facts
+from ecomp.model.facts import encode_facts
 from ecomp.model.json_object import dump
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
@@ -90,7 +90,7 @@ def start_secured(computes: int) -> Iterator[SecuredServers]:
             providers.ensure_provider(placement, compute)
             providers.set_inventory(placement, compute, LARGE_INVENTORY)
             presence = {'version': '1.0.0', 'hostname': 'pretended'}
-            facts = make_facts(Provider(compute, parse_inventory(LARGE_INVENTORY)), {}, ())
+            facts = encode_facts(Provider(compute, parse_inventory(LARGE_INVENTORY)), {}, ())
             puts = [Put(keys.compute(compute), dump(presence), lease), Put(keys.facts(compute), facts, lease)]
             store.commit([], puts)
         credentials = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]

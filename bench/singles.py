@@ -33,7 +33,7 @@ from ecomp.agent.host.provider import parse_inventory  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.allocation import Provider  # noqa: E402
-from ecomp.model.facts import make_facts  # noqa: E402
+from ecomp.model.facts import encode_facts  # noqa: E402
 from ecomp.model.json_object import dump  # noqa: E402
 from ecomp.store.client import Put, Store  # noqa: E402
 from tests.kit.commands import write_config  # noqa: E402
@@ -111,7 +111,7 @@ class FakeCluster:
             for compute in changed[start : start + 50]:
                 allocated = {name: amount * self.used[compute] for name, amount in INSTANCE_RESOURCES.items()}
                 provider = Provider(compute, parse_inventory(self.inventory))
-                puts.append(Put(keys.facts(compute), make_facts(provider, allocated, ()), self._lease))
+                puts.append(Put(keys.facts(compute), encode_facts(provider, allocated, ()), self._lease))
                 if compute not in self._published:
                     puts.append(Put(keys.compute(compute), dump({'token': 'x', 'hostname': compute[:8]}), self._lease))
                 self._published[compute] = self.used[compute]

@@ -39,7 +39,7 @@ from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id
 from ecomp.model import keys
 from ecomp.model.allocation import GIB
-from ecomp.model.facts import make_facts
+from ecomp.model.facts import encode_facts
 from ecomp.model.foreign import ForeignGuest, encode_foreign
 from ecomp.model.guest import list_macs
 from ecomp.model.host import StoredHostname, is_hostname
@@ -602,7 +602,7 @@ class Compute:
     def _publish_facts(self) -> None:
         provider, held = self._provider.provider, self._planner.usage
         if provider is not None and held is not None:
-            facts = make_facts(provider, held, self.host.list_image_hashes())
+            facts = encode_facts(provider, held, self.host.list_image_hashes())
             self._presence.publish(keys.facts(self.uuid), facts, is_urgent=not self._has_facts)
             self._has_facts = True
 

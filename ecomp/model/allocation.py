@@ -88,7 +88,6 @@ GIB = 2**30
 
 REQUIRED_CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB')
 
-
 # A larger number is not accepted as a sum of amounts, because no real amounts add up to it.
 MAX_SUM = MAX_AMOUNT * MAX_AMOUNT
 

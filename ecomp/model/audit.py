@@ -702,8 +702,8 @@ MAX_REPORT_BYTES = 64 * 1024
 class HostReport(NamedTuple):
     """The value of /findings/<compute>: what two checks of a host agree on, or a check's error.
 
-    `revision` is of the last `check --now` that the host answered, or 0. `omitted` counts findings that had no room.
-    `repairs` has a line about each repair that this check asked for.
+    `revision` is that of the last question (`check --now` or `--fix`) that the host answered, or 0. `omitted` counts
+    the findings that had no room. `repairs` has a line about each repair that the question asked for.
     """
 
     findings: tuple[Finding, ...] = ()

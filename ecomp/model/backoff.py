@@ -14,7 +14,6 @@ class Backoff:
     delay_seconds: float = 0.0  # the last one, or 0
 
     def next(self) -> float:
-        """Double the delay, within the limits, and return it in seconds."""
         self.delay_seconds = min(max(2 * self.delay_seconds, self.initial_seconds), self.max_seconds)
         return self.delay_seconds
 

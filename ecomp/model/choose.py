@@ -58,8 +58,6 @@ _WEIGHT = check('a number', lambda value: type(value) in (int, float) and -MAX_A
     has_image=sparse(FLAG),
 )
 class PlacementReason(NamedTuple):
-    """Why an instance is on its compute."""
-
     weigh: str
     weight: float | None
     of: int  # the number of possible computes

@@ -51,8 +51,6 @@ class KnownCluster(NamedTuple):
 
 @stored(1, 'identity of etcd', identity=UUID, since=lenient(TEXT))
 class ClusterIdentity(NamedTuple):
-    """The value of /cluster."""
-
     identity: str
     since: str = ''  # an ISO time
 

@@ -36,8 +36,6 @@ _NAMES = sparse(lambda value: tuple(_TEXTS(value)))
     images=_NAMES,
 )
 class Facts(NamedTuple):
-    """What a compute publishes of itself."""
-
     room: Mapping[str, tuple[int, int]] = {}  # {class: (capacity, used)}
     # {class: (min_unit, max_unit, step_size)}, if these are not the usual ones.
     limits: Mapping[str, tuple[int, int, int]] = {}
@@ -51,7 +49,7 @@ class Facts(NamedTuple):
         return {name: Room(total, used, name == 'VCPU' and not total) for name, (total, used) in self.room.items()}
 
     def replace_usage(self, usage: Resources) -> Facts:
-        """Return the facts with this usage, because requests are newer."""
+        """Return the facts with this usage, 0 of each class that it lacks."""
         return self._replace(room={name: (capacity, usage.get(name, 0)) for name, (capacity, _) in self.room.items()})
 
     def has_image(self, image_hash: str) -> bool | None:
@@ -61,7 +59,7 @@ class Facts(NamedTuple):
         return None if self.problem or len(self.images) >= MAX_CACHED_IMAGES else False
 
     def make_provider(self, compute: str, others: Iterable[Resources] = ()) -> Provider:
-        """Return the provider, with the amounts of others of the same set added to its usage."""
+        """Return the provider, with the amounts of `others` of the same set added to its usage."""
         limits = {name: dict(zip(_LIMITS, each, strict=True)) for name, each in self.limits.items()}
         by_class = {key: Inventory(total, used=used, **limits.get(key, {})) for key, (total, used) in self.room.items()}
         return Provider(compute, by_class, self.traits, self.aggregates).with_usage(list(others))
@@ -72,25 +70,25 @@ NO_FACTS = Facts(problem='what it has is unknown: its ecompute has just started,
 
 
 def sum_usage(compute: str, requests: Iterable[Request | InvalidRequest]) -> dict[str, int]:
-    """Return what the requests of a compute hold there, including those to destroy."""
+    """Return what the valid requests of a compute hold there, including those to destroy."""
     # A destroyed instance holds its resources until it is gone.
     valid = (each for each in requests if isinstance(each, Request))
     return sum_resources(each.allocations.get(compute, each.former_resources) for each in valid)
 
 
-def make_facts(provider: Provider, used: Resources, images: Collection[str]) -> str:
-    """Return the value to publish for a provider, whose own usage does not count."""
+def encode_facts(provider: Provider, usage: Resources, images: Collection[str]) -> str:
+    """Return the facts to publish, with `usage` instead of that in the provider's inventories."""
     usual = tuple(Inventory(0)[Inventory._fields.index(name)] for name in _LIMITS)
     inventories = sorted(provider.inventories.items())
     limits = {name: tuple(getattr(each, part) for part in _LIMITS) for name, each in inventories}
     unusual = {name: each for name, each in limits.items() if each != usual}
-    room = {name: (max(each.capacity, 0), used.get(name, 0)) for name, each in inventories}
+    room = {name: (max(each.capacity, 0), usage.get(name, 0)) for name, each in inventories}
     traits, aggregates, names = (tuple(sorted(each)) for each in (provider.traits, provider.aggregates, images))
     return encode(Facts(room, unusual, traits, aggregates, names))
 
 
 def parse_facts(value: bytes) -> Facts:
-    """Parse a published value, or describe in `problem` why it is malformed or too long."""
+    """Parse published facts, or return only why they are malformed or too long, in `problem`."""
     if len(value) > MAX_FACTS_BYTES:
         return Facts(problem=f'what it has is unknown: it publishes more than {MAX_FACTS_BYTES} bytes')
     try:

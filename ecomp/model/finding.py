@@ -48,8 +48,6 @@ class Repair(Enum):
 
 
 class Leftover(NamedTuple):
-    """Something that a host can remove."""
-
     kind: str  # `disk`, `iso` or `reservations` of an instance, `seed` (metadata of a MAC) or `part`
     name: str
     mark: str = ''  # the instance of metadata, or the mark of a part: a host keeps what has another one by then
@@ -76,6 +74,7 @@ def add_checks(rows: Mapping[str, Check]) -> Mapping[str, Check]:
 
 
 def run_checks(checks: Mapping[str, Check], scope: frozenset[str], facts: object) -> list[Finding]:
+    """Return the findings of all checks of this scope, whose functions each run once."""
     finders = dict.fromkeys(check.find for check in checks.values() if check.scope >= scope)
     return [finding for find in finders for finding in find(facts)]
 
@@ -110,6 +109,7 @@ class Finding(NamedTuple):
 
     @property
     def fix(self) -> str:
+        """What `check --fix` does, in words, or ''."""
         return self.repair.value if self.repair else ''
 
     @property
@@ -131,7 +131,7 @@ def get_level(code: str) -> str:
 
 
 def mark_warning(code: str, sentence: str) -> str:
-    """Return a finding's sentence for people, which begins with `warning: ` for a warning."""
+    """Return the sentence, after `warning: ` if the code is that of a warning."""
     return f'{WARNING}: {sentence}' if get_level(code) == WARNING else sentence
 
 

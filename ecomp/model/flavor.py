@@ -51,6 +51,7 @@ class Flavor:
 
     @property
     def traits(self) -> str:
+        """The traits as `required=` has them: T,!FORBIDDEN."""
         return ','.join([*self.required, *(f'!{trait}' for trait in self.forbidden)])
 
     @cached_property
@@ -59,7 +60,7 @@ class Flavor:
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
-    """Parse a flavor that is written as a query of resources and traits."""
+    """Parse a flavor that is written as a query, or raise ValueError."""
     check_flavor_name(name)
     resources: dict[str, int] = {}
     required, forbidden = list[str](), list[str]()
@@ -78,7 +79,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def merge_query(flavor: Flavor, query: str) -> str:
-    """Return the flavor's query plus `query`, whose amounts win and may be any text."""
+    """Return the flavor's query plus `query`, whose amounts win and are not checked."""
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []
     for part in filter(None, query.split('&')):

@@ -44,7 +44,7 @@ class ForeignGuest(NamedTuple):
         return ('running' if self.is_running else 'off') + (', transient' if self.is_transient else '')
 
     def as_guest(self) -> Guest:
-        """Return the adopted guest, whose disks are not ecomp's, and count as present."""
+        """Return it as an adopted guest, without DISK_GB, because its disks are not ecomp's."""
         size = {name: amount for name, amount in self.size.items() if name != 'DISK_GB'}
         state = self.instance, self.adopted_by, not self.is_transient, self.is_running, True
         return Guest(*state, size=size, is_adopted=True)
@@ -53,15 +53,13 @@ class ForeignGuest(NamedTuple):
 @stored(1, 'list of foreign guests', COMPACT, guests=list_of(nested(ForeignGuest)), left_out=sparse(list_of(UUID)),
         omitted=sparse(number(0, MAX_SUM)))  # fmt: skip
 class HostForeign(NamedTuple):
-    """The value of /foreign/<compute>."""
-
     guests: tuple[ForeignGuest, ...] = ()
     left_out: tuple[str, ...] = ()  # what they use is not reserved, because an adoption in flight names them
     omitted: int = 0  # the number of guests that had no room in the value
 
 
 def encode_foreign(guests: Mapping[str, ForeignGuest], left_out: Collection[str]) -> str | None:
-    """Return the value to publish, or None for a host without such guests."""
+    """Return the value to publish, with as many guests as fit, or None if there are none."""
     # Those that can be adopted first, so that each is listed once the others are adopted.
     ordered = sorted(guests.values(), key=lambda each: (bool(each.adopted_by), each.name, each.instance))
     value, count = None, len(ordered)

@@ -23,7 +23,6 @@ POLICIES = (AFFINITY, ANTI_AFFINITY)
 # More members are refused: each new one rewrites the group's key, in a transaction that may hold a set of up to 1.4 MB.
 MAX_MEMBERS = 1000
 
-
 check_group_name = partial(check_plain_name, kind='group')
 
 _RULE = {'policy': one_of(POLICIES), 'strict': FLAG}
@@ -74,13 +73,13 @@ class Group:
         return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
     def can_admit(self, compute: str, member_counts: Mapping[str, int]) -> bool:
-        """Return whether one more member may be on the compute, given the members on each."""
+        """Return whether one more member may be on the compute, always if soft or if it is ''."""
         if not self.strict or not compute or not any(member_counts.values()):
             return True
         return bool(member_counts.get(compute)) == (self.policy == AFFINITY)
 
     def explain_exclusion(self, compute: str, name_compute: Callable[[str], str] = str) -> str | None:
-        """Return, as the end of a sentence, why no member may be added on a compute, or None."""
+        """Return why no member may be added on a compute, or None if one may."""
         counts = self.member_counts
         if self.can_admit(compute, counts):
             return None
@@ -108,7 +107,12 @@ class Group:
 
 
 def resolve_group(group: Group | None, membership: Membership) -> Group:
-    """Return the existing `group`, or a new one, strict unless `strict` is False."""
+    """Return `group`, or a new one without members if it is None, strict by default.
+
+    Raises:
+        UsageError: a new group has no policy.
+        Conflict: the membership has another policy or strictness than the group.
+    """
     name = membership.name
     if group is None:
         if membership.policy is None:
@@ -122,7 +126,7 @@ def resolve_group(group: Group | None, membership: Membership) -> Group:
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return which instances of {instance: compute} the group admits in turn, as new members."""
+    """Return the instances that the group admits one after the other, each on its compute."""
     admitted: list[str] = []
     joined = group.without_members(*places)
     for instance, compute in places.items():

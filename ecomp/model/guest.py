@@ -29,7 +29,7 @@ FIRST_ROUTE_METRIC = 100
 
 
 def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
-    """Return cloud-init's network configuration: DHCP on each of several interfaces."""
+    """Return a cloud-init configuration with DHCP on each interface, or None for only one."""
     if len(macs) < 2:
         return None  # on a single one every image uses DHCP by default
     # The format is netplan's version 2, which cloud-init passes to netplan or translates. It matches by MAC, so the
@@ -71,18 +71,14 @@ TROUBLE_KINDS = CRASHED, NO_SPACE, PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN, UN
 
 
 class Address(NamedTuple):
-    """An IPv4 address of a guest."""
-
-    address: str
+    address: str  # IPv4, of a guest
     source: str  # `lease` (DHCP), `arp` (the host's) or `agent`
     since: str = ''  # ISO time at which the lease was granted or renewed; '' if unknown
 
 
 class ReservedAddress(NamedTuple):
-    """An IPv4 address that a network's DHCP reserves for an interface of an instance."""
-
     instance: str
-    address: str
+    address: str  # IPv4; the DHCP of a network reserves it for an interface of the instance
 
 
 class BaseImage(NamedTuple):
@@ -142,7 +138,7 @@ class Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
     def list_troubles(self, *claims: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
-        """Return the `troubles`, and how `size` differs from each of the claims."""
+        """Return the `troubles`, and one more if an amount in `size` is in none of the claims."""
         differences = []
         for name, size in self.size.items():
             amounts = [each.get(name.partition(' ')[0], size) for each in claims]
@@ -169,7 +165,7 @@ class Guest:
 
 
 def make_mac_address(instance: str, number: int) -> str:
-    """Return the MAC of an interface: a hash of both arguments in QEMU's range 52:54:00."""
+    """Return the MAC of an interface: 52:54:00, then 24 bits of a hash of both arguments."""
     import hashlib
 
     digest = hashlib.sha256(f'{instance}/{number}'.encode()).hexdigest()
@@ -177,10 +173,11 @@ def make_mac_address(instance: str, number: int) -> str:
 
 
 def list_macs(instance: str) -> tuple[str, ...]:
+    """Return the MACs of as many interfaces as an instance may have."""
     return tuple(make_mac_address(instance, index) for index in range(MAX_INTERFACES))
 
 
 def make_mac_conflict(mac: str, other: str) -> BuildFailed:
-    """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too."""
+    """Make the error for a MAC that the instance `other` on this host has, too."""
     reason = f'its MAC {mac} is also that of instance {other} on this host'
     return BuildFailed('scheduled', f'{reason}. Fix: create the instance with another uuid, which gives another MAC')

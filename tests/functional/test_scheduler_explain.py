@@ -18,7 +18,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Provider
 from ecomp.model.choose import Candidate
 from ecomp.model.explain import Cure, apply_cures, explain_uncovered, find_miss, find_smallest_miss
-from ecomp.model.facts import make_facts, parse_facts
+from ecomp.model.facts import encode_facts, parse_facts
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request
@@ -66,7 +66,7 @@ class ExplainedCluster:
             provider = providers.read_provider(self.placement, compute, traits=True, aggregates=True)
             if provider is not None:
                 used = {name: inventory.used for name, inventory in provider.inventories.items()}
-                self.etcd.put(keys.facts(compute), make_facts(provider, used, ()), lease)
+                self.etcd.put(keys.facts(compute), encode_facts(provider, used, ()), lease)
 
     def allocate(self, compute: str, **amounts: int) -> None:
         body = {
@@ -357,7 +357,7 @@ def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count:
 
 def publish_and_parse(provider: Provider) -> Provider:
     used = {name: inventory.used for name, inventory in provider.inventories.items()}
-    return parse_facts(make_facts(provider, used, ()).encode()).make_provider(provider.uuid)
+    return parse_facts(encode_facts(provider, used, ()).encode()).make_provider(provider.uuid)
 
 
 def compare_explanation(

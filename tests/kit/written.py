@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ecomp.model import keys
 from ecomp.model.allocation import Inventory, Provider, sum_resources
 from ecomp.model.choose import PlacementReason
-from ecomp.model.facts import make_facts
+from ecomp.model.facts import encode_facts
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request
 from ecomp.model.record import Failure, make_record
@@ -82,7 +82,7 @@ def make_host(
     return {
         keys.hostname(compute): dump({'version': 1, 'hostname': name}),
         keys.compute(compute): dump(presence),
-        keys.facts(compute): make_facts(provider, used, ()),
+        keys.facts(compute): encode_facts(provider, used, ()),
     }
 
 

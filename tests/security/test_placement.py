@@ -20,7 +20,7 @@ import pytest
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
 from ecomp.model.explain import find_miss
-from ecomp.model.facts import make_facts, parse_facts
+from ecomp.model.facts import encode_facts, parse_facts
 from ecomp.model.query import Amount
 from ecomp.model.query import parse_query as parse_query
 from ecomp.placement import allocations, providers
@@ -288,7 +288,7 @@ def test_largest_numbers_do_not_overflow() -> None:
             assert providers.read_rooms(placement, [PROVIDER])
             too_much = provider.inventories['VCPU'].capacity + 1
             assert find_miss([Amount('VCPU', too_much)], provider).failures
-            assert 'malformed facts' in parse_facts(make_facts(provider, {}, ()).encode()).problem
+            assert 'malformed facts' in parse_facts(encode_facts(provider, {}, ()).encode()).problem
 
 
 def test_malformed_head_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from ecomp.cli.operators import make_host_listing
 from ecomp.cli.sharing import make_image_listing
 from ecomp.model import keys
 from ecomp.model.allocation import Inventory, Provider, Room
-from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, make_facts, parse_facts
+from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, encode_facts, parse_facts
 from ecomp.model.host import (
     NO_COMPUTES,
     Computes,
@@ -293,7 +293,7 @@ def test_facts_are_published_as_they_are_parsed() -> None:
         'MEMORY_MB': Inventory(8000),
         'DISK_GB': Inventory(3, reserved=3),
     }
-    value = make_facts(Provider(HV1, inventories, {'B', 'A'}, {HV2}), {'VCPU': 9}, ['0123456789ab']).encode()
+    value = encode_facts(Provider(HV1, inventories, {'B', 'A'}, {HV2}), {'VCPU': 9}, ['0123456789ab']).encode()
     facts = parse_facts(value)
     assert facts == Facts(
         {'DISK_GB': (0, 0), 'MEMORY_MB': (8000, 0), 'VCPU': (6, 9)},
