@@ -9,13 +9,13 @@ from ecomp.model.image import Address, parse_address
 
 
 def resolve_addresses(host: str, flags: int = 0) -> list[Address]:
-    """Resolve a name, with getaddrinfo's `flags`, to addresses in the order to try them."""
+    """Resolve a host name by getaddrinfo, with its `flags`, or raise OSError."""
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     return [parse_address(str(sockaddr[0])) for *_, sockaddr in entries]
 
 
 def is_own_address(address: Address) -> bool:
-    """Return whether the address is this host's, by the routing of the kernel."""
+    """Return True if the kernel routes the address to this host itself."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((str(address), 9))  # this sends nothing

@@ -14,12 +14,11 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.tls import CURES, decode_certificate
 
-# Seconds of the lease that is granted, renewed and revoked as a test.
 TEST_LEASE_SECONDS = 10
 
 
 def probe_backends(etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, file_name: str) -> Backends:
-    """Probe etcd and placement, and check our secrets and certificates."""
+    """Probe both backends and inspect our secrets, and return problems instead of raising them."""
     no_etcd = no_placement = None
     etcd_version = placement_version = ''
     clock_ahead: float | None = None
@@ -57,7 +56,7 @@ def probe_backends(etcd: EtcdConfig, placement: PlacementConfig, config_path: Pa
 
 
 def explain_failure(section: str, error: EcompError, config_path: Path | None, file_name: str) -> Problem:
-    """Return why the server of a section does not answer, and how to fix that."""
+    """Return the error with a cure that names the section, etcd or placement, of the file."""
     cure = f'start {section} at this address, or correct `{section}:` in {config_path}'
     if isinstance(error, Unreachable) and error.tls_failure in CURES:
         cure = CURES[error.tls_failure].format(section=section)
@@ -68,6 +67,7 @@ def explain_failure(section: str, error: EcompError, config_path: Path | None, f
 
 
 def _probe_lease(store: Store) -> None:
+    """Raise EcompError unless etcd renews a test lease, or is full."""
     with suppress(NoSpace):
         lease = store.grant(TEST_LEASE_SECONDS)
         try:

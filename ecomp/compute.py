@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 # The configuration file of the systemd unit, independent of the directory that --unit runs in.
 SERVICE_CONFIG = '/etc/ecomp/compute.yaml'
-# The most seconds that --boot accepts.
 MAX_BOOT_SECONDS = 1000
 
 
@@ -62,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Run:
+    """One run of ecompute, with its `activity` ('' for a daemon) for messages."""
+
     def __init__(self, service: systemd.Service) -> None:
         self._service = service
         self.config, self.activity, self.is_serving = ComputeConfig(), '', False
@@ -125,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
+    """Render the systemd unit, or raise UsageError for options besides --unit and --config."""
     _require_alone(options, 'unit')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])
@@ -166,6 +168,7 @@ def _print_message(text: str) -> None:
 
 
 def _make_fake_config(config: ComputeConfig, totals: Mapping[str, int], at_exit: ExitStack) -> ComputeConfig:
+    """Return the configuration of a fake, in a temporary directory unless `state` is set."""
     if config.state == ComputeConfig().state:
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A temporary state with a fixed uuid would make every fake started this way the same compute.

@@ -49,15 +49,15 @@ def _parse_attachment(item: Node) -> Attachment:
     return Attachment(key.text, kinds[key.text](value))
 
 
-def _parse_stated_total(_: str, node: Node) -> int:
+def _parse_total_node(_: str, node: Node) -> int:
     return _parse_total(node.text if node.kind == 'int' else yaml_file.describe_typed_node(node))
 
 
 def _parse_ratio(_: str, node: Node) -> float:
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
-        expected = f'a number like 0.5, above 0 and at most {MAX_ALLOCATION_RATIO}'
-        raise ValueError(f'the ratio must be {expected}, not {yaml_file.describe_typed_node(node)}')
+        shape = f'a number like 0.5, above 0 and at most {MAX_ALLOCATION_RATIO}'
+        raise ValueError(f'the ratio must be {shape}, not {yaml_file.describe_typed_node(node)}')
     return ratio
 
 
@@ -78,13 +78,13 @@ def _parse_total(text: str) -> int:
 
 
 _MAPPING = 'a mapping of resource classes to'
-_parse_totals = yaml_file.make_mapping_parser(_parse_class_node, _parse_stated_total, f'{_MAPPING} totals', 1)
+_parse_totals = yaml_file.make_mapping_parser(_parse_class_node, _parse_total_node, f'{_MAPPING} totals', 1)
 _parse_ratios = yaml_file.make_mapping_parser(_parse_class_node, _parse_ratio, f'{_MAPPING} ratios', 1)
 _parse_sources = make_unique_list_parser(yaml_file.make_text_parser(check_source))
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks`. Without it the defaults apply, and the old key `bridge` adds one."""
+    """Read `networks` or, without it, return `default` and the bridge of the old key `bridge`."""
     if name in file.top and 'bridge' in file.top:
         problem = 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
         file.top.add_problem('bridge', problem)
@@ -98,14 +98,14 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
         kind, name = item.pairs[0]
         return f'{kind.text} {yaml_file.shorten(name.text)}'
 
-    expected = 'a list of `- network: NAME` and `- bridge: NAME`'
-    attachments = yaml_file.make_list_parser(_parse_attachment, expected, min_items=1, describe_item=describe)(node)
+    shape = 'a list of `- network: NAME` and `- bridge: NAME`'
+    attachments = yaml_file.make_list_parser(_parse_attachment, shape, min_items=1, describe_item=describe)(node)
     if len(attachments) > MAX_INTERFACES:
         raise ValueError(f'must have at most {MAX_INTERFACES} entries, not {len(attachments)}')
     return attachments
 
 
-def _parse_metrics(file: YamlFile, node: Node) -> Path:
+def _parse_metrics_path(file: YamlFile, node: Node) -> Path:
     path = file.parse_path(node)
     if path.suffix != '.prom':
         name = yaml_file.shorten(path.name)
@@ -114,7 +114,7 @@ def _parse_metrics(file: YamlFile, node: Node) -> Path:
 
 
 def explain_unsafe_metrics(path: Path | None) -> Problem | None:
-    """Return why metrics must not be written there, None if no other user can write there."""
+    """Return a problem unless only root and this user can write to the path's directory."""
     if path is None:
         return None
     loose: Path | None = path.parent
@@ -150,7 +150,7 @@ class ComputeConfig:
     aggregates: tuple[str, ...] = make_field((), make_unique_list_parser(_parse_uuid))
     allocation_ratios: Mapping[str, float] = make_field({}, _parse_ratios)
     ignore_warnings: tuple[str, ...] = make_field((), make_unique_list_parser(make_choice_parser(*COMPUTE_WARNINGS)))
-    metrics: Path | None = make_path_field(None, _parse_metrics)
+    metrics: Path | None = make_path_field(None, _parse_metrics_path)
     directory: Path = Path('.')  # of the file, or the working directory
     path: Path | None = field(default=None, compare=False)
 
@@ -161,7 +161,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
 
 
 def parse_inventory(text: str) -> dict[str, int]:
-    """Parse `VCPU:4, DISK_GB:10` to {class: total}."""
+    """Parse `VCPU:4, DISK_GB:10` to {class: total}, or raise UsageError."""
     totals: dict[str, int] = {}
     for part in text.split(','):
         name, colon, total = (word.strip() for word in part.partition(':'))

@@ -116,7 +116,7 @@ def parse_url(node: yaml.Node) -> str:
 
 
 def read_etcd(file: yaml.YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """Read the section `name`, whose mistakes are added to `file`."""
+    """Read the section `name`, and add its mistakes to the problems of `file`."""
     etcd = file.top.read_section(name)
     for key in etcd.take_keys('user|password'):
         etcd.add_problem(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
@@ -138,7 +138,7 @@ def read_etcd(file: yaml.YamlFile, name: str, default: EtcdConfig) -> EtcdConfig
 
 
 def read_placement(file: yaml.YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
-    """Read the section `name`, whose mistakes are added to `file`."""
+    """Read the section `name`, and add its mistakes to the problems of `file`."""
     placement = file.top.read_section(name)
     endpoint = placement.read('endpoint', parse_url, default.endpoint)
     for key in CERTIFICATE_KEYS:
@@ -149,7 +149,7 @@ def read_placement(file: yaml.YamlFile, name: str, default: PlacementConfig) -> 
 
 
 def _read_certificates(file: yaml.YamlFile, section: yaml.Section, config: Backend, key: str, advice: str) -> Backend:
-    """Read the certificates of a backend, or require `insecure: true` for other machines."""
+    """Add the certificates to `config`, and report plain text that `insecure` does not allow."""
     for one, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if one in section and other not in section:
             section.add_problem(one, f'needs {other}, too')
@@ -162,31 +162,31 @@ def _read_certificates(file: yaml.YamlFile, section: yaml.Section, config: Backe
 
 
 def make_field(default: T, parse: Callable[[yaml.Node], T]) -> T:
-    """Make a field that `parse` reads from the file's key of the same name."""
+    """Make a dataclass field, whose value `parse` makes of the file's key of the same name."""
     return make_custom_field(default, lambda file, name, default: file.top.read(name, parse, default))
 
 
 def make_path_field(default: T, parse: Callable[[yaml.YamlFile, yaml.Node], T]) -> T:
-    """Make a field for paths relative to the file, which `parse` gets before the node."""
+    """Make a field as make_field() does, but with `parse(file, node)`, for relative paths."""
     return make_custom_field(default, lambda file, name, default: file.top.read(name, partial(parse, file), default))
 
 
 def make_custom_field(default: T, read: Callable[[yaml.YamlFile, str, T], T]) -> T:
-    """Make a dataclass field with the value that `read(file, name, default)` returns."""
+    """Make a dataclass field that load() sets to what `read(file, name, default)` returns."""
     options: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
     made_field: T = field(**options, metadata={'read': read})
     return made_field
 
 
-def load(kind: Callable[..., T], path: Path | None, default_name: str, removed: Mapping[str, str]) -> T:
-    """Load a configuration of class `kind` from `path` or, for None, from the default file."""
+def load(kind: Callable[..., T], path: Path | None, default_name: str, removed_keys: Mapping[str, str]) -> T:
+    """Load a `kind` from `path` or the default file, or raise UsageError with all mistakes."""
     file = yaml.YamlFile.read(path, default_name)
     defaults: Any = kind()
     values = {}
     for spec in fields(defaults):
         read = spec.metadata.get('read')
         values[spec.name] = read(file, spec.name, getattr(defaults, spec.name)) if read else getattr(file, spec.name)
-    for key, reason in removed.items():
+    for key, reason in removed_keys.items():
         if file.top.take_keys(key):
             file.top.add_problem(key, reason)
     file.finish()
@@ -241,7 +241,7 @@ def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:
             hosts += [] if scheme == 'https' else [rest.partition('/')[0]]
         elif not (config.ca_cert or config.cert_key or config.cert_cert):
             hosts += config.endpoints
-    return [host for host in hosts if not _is_local(re.sub(r':[0-9]+\Z', '', host))]
+    return [host for host in hosts if not _is_loopback(re.sub(r':[0-9]+\Z', '', host))]
 
 
 def list_exposed_secrets(*configs: EtcdConfig | PlacementConfig) -> list[Path]:
@@ -253,7 +253,7 @@ def list_exposed_secrets(*configs: EtcdConfig | PlacementConfig) -> list[Path]:
     return [path for path, is_open in modes.items() if is_open]
 
 
-def _is_local(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     import ipaddress  # as above
 
     try:
@@ -269,6 +269,7 @@ def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: fl
     The earlier ones share half of `budget_seconds`, at most one second each.
 
     Raises:
+        OSError: the host has no address, or none of them accepts the connection.
         ValueError: the name of the host is invalid.
     """
     import socket  # imported here: only a connection needs it

@@ -41,13 +41,13 @@ class Problem(NamedTuple):
 
 
 def split_fix(message: str) -> tuple[str, str]:
-    """Split a message before its `. Fix: ` or `. Try: `, if it has one."""
+    """Split a message into its text and its `. Fix: …` or `. Try: …`, which may be ''."""
     text, *cure = re.split(r'(?=\. (?:Fix|Try): )', message, maxsplit=1)
     return text, ''.join(cure)
 
 
 def put_before_fix(message: str, clause: str) -> str:
-    """Insert `clause` before the Fix: or Try: of `message`, which replaces that of `clause`."""
+    """Insert `clause` before the fix of `message`, and drop its own if both have one."""
     text, cure = split_fix(message)
     return text + split_fix(clause)[0] + cure if cure else text + clause
 
@@ -113,7 +113,7 @@ class ConsumerConflict(GenerationConflict):
 
 
 class ClaimedElsewhere(EcompError):
-    """Another attempt holds the claims of `computes`, {instance: compute} (rule: claim-stays)."""
+    """Another attempt holds the claims on `computes`, {instance: compute} (rule: claim-stays)."""
 
     exit_code = 5
 

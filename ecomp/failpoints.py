@@ -99,12 +99,13 @@ ACTIONS = {'kill': 'SIGKILL', 'stop': 'SIGSTOP'}
 
 
 def failpoint(name: str) -> None:
-    """Kill or stop this process if a test armed this place."""
-    if name in (armed := _read_armed()):
-        _fire(name, *armed[name])
+    """Kill or stop this process if the environment arms this failpoint."""
+    if name in (actions := _parse_environment()):
+        _fire(name, *actions[name])
 
 
 def _fire(name: str, action: str, max_count: int | None) -> None:
+    """Record the arrival and send the signal `action`, but only `max_count` times."""
     import signal  # late: commands do not need it otherwise
 
     fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')
@@ -121,8 +122,9 @@ def _fire(name: str, action: str, max_count: int | None) -> None:
 
 
 @cache
-def _read_armed() -> dict[str, tuple[str, int | None]]:
-    armed: dict[str, tuple[str, int | None]] = {}
+def _parse_environment() -> dict[str, tuple[str, int | None]]:
+    """Return {failpoint: (signal, maximum of arrivals)}, or raise UsageError."""
+    actions: dict[str, tuple[str, int | None]] = {}
     for setting in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
         name, _, rest = setting.partition(':')
         action, _, times = rest.partition(':')
@@ -132,5 +134,5 @@ def _read_armed() -> dict[str, tuple[str, int | None]]:
         if times and 'ECOMP_FAILPOINT_FIRED' not in os.environ:
             file = 'ECOMP_FAILPOINT_FIRED, the file where arrivals are counted'
             raise UsageError(f'ECOMP_FAILPOINT: {setting!r} needs {file}')
-        armed[name] = ACTIONS[action], int(times) if times else None
-    return armed
+        actions[name] = ACTIONS[action], int(times) if times else None
+    return actions
