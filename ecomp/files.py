@@ -101,7 +101,7 @@ def get_search_path() -> str:
 class InstanceLocks:
     """Locks on instances, each a byte of <state>/instances.lock.
 
-    They belong to the process (fcntl(2), F_SETLK), not to its threads, and it must open one object for a directory.
+    A lock belongs to the process, not to its threads (fcntl(2), F_SETLK). So a process has one object for a directory.
     """
 
     def __init__(self, state: Path) -> None:
@@ -109,7 +109,7 @@ class InstanceLocks:
 
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock in a context, or raise EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS."""
+        """Hold the lock of an instance, or raise EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS."""
         seconds, offset, flags = INSTANCE_LOCK_TIMEOUT_SECONDS, _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
         if not wait_for_lock(seconds, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint):
             raise EcompError(f'another process has been working on this instance for {seconds:g} s')
@@ -120,7 +120,7 @@ class InstanceLocks:
 
 
 def wait_for_lock(seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
-    """Retry `acquire` until it raises no BlockingIOError, or return False after `seconds`."""
+    """Call `acquire` and `checkpoint` until the first succeeds, or return False after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -17,7 +17,7 @@ USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
 
 
 def configure(stream: TextIO | None = None) -> None:
-    """Replace the log setup by one that logs to `stream` or stderr."""
+    """Log only to `stream` or stderr, from INFO for ecomp and from WARNING for libraries."""
     # Otherwise logging prints a traceback for every line if the disk is full or the terminal closed.
     logging.raiseExceptions = False
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
@@ -34,8 +34,8 @@ def configure(stream: TextIO | None = None) -> None:
 
 
 def hold_descriptors() -> None:
-    """Open each closed standard stream on /dev/null, before anything else is opened."""
-    # Otherwise the stream is None, and a socket or a lock gets its number, to which any library may write.
+    """Open closed standard streams on /dev/null, and let output escape unencodable characters."""
+    # Call this first: otherwise a socket or a lock gets the stream's number, to which any library may write.
     for number in range(3):
         try:
             os.fstat(number)
@@ -55,7 +55,7 @@ def switch_stdout_to_utf8() -> None:
 
 
 def flush_stdout() -> None:
-    """Flush stdout, and point it to /dev/null before raising an OSError."""
+    """Flush stdout, or point it to /dev/null and raise OSError."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -85,7 +85,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def configure_for_person(stream: TextIO | None = None) -> None:
-    """Replace the log setup by one of warnings and errors, printed as `eschedule: message`."""
+    """Log only warnings and errors, as `eschedule: message`, to `stream` or stderr."""
     configure(stream=stream)
     handler = logging.getLogger().handlers[0]
     handler.setFormatter(_PrefixFormatter())

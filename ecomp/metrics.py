@@ -33,7 +33,7 @@ class Tally:
             self._samples[sample][labels] += amount
 
     def observe(self, histogram: str, label: str, seconds: float, count: int = 1) -> None:
-        """Count a duration, or only add its series if `count` is 0."""
+        """Count `count` events of this duration, where 0 only makes the series exist."""
         with self._lock:
             for limit in (*BUCKETS_SECONDS, float('inf')):
                 amount = count if seconds <= limit else 0
@@ -43,7 +43,7 @@ class Tally:
 
     @contextmanager
     def measure(self, backend: str) -> Iterator[None]:
-        """Measure a call to a backend, which is up unless the last call raised Unreachable."""
+        """Observe the duration of a call, and set the backend as down if it raises Unreachable."""
         started_at, is_up = time.monotonic(), True
         try:
             yield

@@ -14,7 +14,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 UNITS = PACKAGE / 'units'
-# Placeholder for the command in the unit files of UNITS.
 COMMAND_PLACEHOLDER = '@command@'
 # Seconds for systemd to accept a notification; then it is dropped.
 NOTIFY_TIMEOUT_SECONDS = 5.0
@@ -70,7 +69,7 @@ def render_unit(name: str, command: Sequence[str]) -> str:
 
 
 def make_command(argv0: str, python: str, module: str) -> list[str]:
-    """Make a command that works in any directory, of `argv0` if that is executable."""
+    """Make a command for any directory: `argv0` if it is executable, else `python -m module`."""
     if os.access(argv0, os.X_OK):
         return [os.path.abspath(argv0)]
     # -P: root must not import code from the working directory.
@@ -78,11 +77,7 @@ def make_command(argv0: str, python: str, module: str) -> list[str]:
 
 
 def find_unsafe_directory(path: Path) -> Path | None:
-    """Find the first directory on a path, or behind its links, that root cannot rely on.
-
-    Such a directory belongs to another user, who may lock root out or replace programs in it.
-    Or root may not search it without capabilities.
-    """
+    """Find the first directory on a path, or behind its links, that root does not own or search."""
     for variant in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for place in (*reversed(variant.parents), variant):
             try:
@@ -90,7 +85,7 @@ def find_unsafe_directory(path: Path) -> Path | None:
             except OSError:
                 break  # it does not exist yet, or only root can enter it
             if stat.S_ISDIR(status.st_mode) and (status.st_uid != 0 or not status.st_mode & stat.S_IXUSR):
-                return place
+                return place  # its owner may replace programs in it, or root needs capabilities to enter it
     return None
 
 

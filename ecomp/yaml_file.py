@@ -24,7 +24,7 @@ UNQUOTED_KINDS = ('int', 'float', 'bool', 'timestamp', 'null')
 T = TypeVar('T')
 
 
-# What converts a value raises ValueError with the reason if it refuses the value.
+# Each function that parses a value raises ValueError with the reason if it refuses it.
 class InvalidParts(ValueError):
     """Parts of a value are refused, each with its line and the reason."""
 
@@ -65,7 +65,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return the parsed value of a key, or `default` if it is missing or refused."""
+        """Return a key's parsed value, or `default`, and add a problem if `parse` refuses it."""
         self._read_keys[key] = None
         try:
             return parse(self._nodes[key]) if key in self else default
@@ -82,7 +82,7 @@ class Section:
         return self._sections[-1]
 
     def take_keys(self, pattern: str) -> list[str]:
-        """Return the keys that match, which are then not reported as unknown."""
+        """Return the keys that match a regular expression, and count them as known."""
         matches = [key for key in self._keys if re.fullmatch(pattern, key)]
         self._read_keys |= dict.fromkeys(matches)
         return matches
@@ -93,7 +93,7 @@ class Section:
         self._problems.append((line, f'{self._prefix}{shorten(key)}: {reason}'))
 
     def finish(self) -> None:
-        """Report each unknown key, here and in the sections below."""
+        """Add a problem for each key that was not read, here and in the sections below."""
         for key in self._keys.keys() - self._read_keys.keys():
             self.add_problem(key, 'unknown key' + format_suggestion(key, self._read_keys))
         for section in self._sections:
@@ -101,7 +101,7 @@ class Section:
 
 
 class YamlFile:
-    """A configuration file (`path` None: there is none) or a stack's, and its problems so far."""
+    """A configuration file or the file of a stack, with the problems found so far."""
 
     def __init__(self, name: str, directory: Path, node: Node | None, path: Path | None = None) -> None:
         self.name, self.directory, self.path = name, directory, path
@@ -110,7 +110,7 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, default_name: str) -> YamlFile:
-        """Read the file at `path` or, for None, the default file if there is one."""
+        """Read `path` or, for None, a default file that no other user can change, or an empty one."""
         is_named = path is not None
         path = path if path is not None else find_default_file(default_name)
         name = shorten(str(path or default_name), 200)
@@ -137,7 +137,7 @@ class YamlFile:
 
     @classmethod
     def parse(cls, content: bytes, name: str, place: Path, max_nodes: int = 0, path: Path | None = None) -> YamlFile:
-        """Parse a document, with aliases if `max_nodes`, the limit of its values, is not 0."""
+        """Parse a document of at most `max_nodes` values, where 0 means no limit and no aliases."""
         node = parse_plain(content.decode('ascii', 'replace'))
         if node is None or (max_nodes and _count_values(node) > max_nodes):
             from ecomp.yaml_graph import parse_any  # imported here: loads slowly
@@ -165,7 +165,7 @@ class YamlFile:
         return path
 
     def finish(self) -> None:
-        """Raise UsageError with a line for each problem, if there are any."""
+        """Raise UsageError with a line for each problem, if there is one."""
         self.top.finish()
         if self._problems:
             raise UsageError('\n'.join(f'{self.name}:{line}: {text}' for line, text in sorted(self._problems)))
@@ -182,7 +182,10 @@ def parse_config_option(argument: str | None) -> Path | None:
 
 
 def find_default_file(name: str) -> Path | None:
-    """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None."""
+    """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None.
+
+    If $ECOMP_CONFIG is set, only that directory counts, and UsageError is raised if it has no such file.
+    """
     if config_directory := os.environ.get(CONFIG_VARIABLE):
         path = Path(config_directory) / name
         if not os.path.lexists(path):
@@ -198,7 +201,7 @@ def describe_source(name: str, path: Path | None) -> str:
 
 
 def find_loose_directory(path: Path, trusted_users: Collection[int]) -> Path | None:
-    """Return the first directory of a path where other users can exchange the next part."""
+    """Return the first directory on a path where other users can exchange the next part."""
     for directory in reversed(path.parents):
         status = directory.lstat()
         # With the sticky bit, as in /tmp, only the owner of a file can exchange it. A link counts as loose.
@@ -219,7 +222,7 @@ def _can_others_write(status: os.stat_result) -> bool:
 
 
 def require_trusted(name: str, status: os.stat_result) -> None:
-    """Refuse a file that is not regular, or that another user owns or can write to."""
+    """Raise UsageError unless a file is regular, and no other user owns or can write to it."""
     if status.st_uid not in _list_trusted_users():
         rule = 'a configuration that is found by default must belong to root or to you'
         fix = 'change its owner with chown, or name a configuration with --config'
@@ -266,7 +269,7 @@ def parse_integer(node: Node) -> int:
 
 
 def make_checked_parser(parse: Callable[[Node], T], accepts: Callable[[T], object], shape: str) -> Callable[[Node], T]:
-    """Make a parser of the values that `accepts` accepts, which its message calls `shape`."""
+    """Make a parser that raises `must be {shape}` for each value that `accepts` rejects."""
 
     def parse_checked(node: Node) -> T:
         if not accepts(value := parse(node)):

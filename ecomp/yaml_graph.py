@@ -32,7 +32,10 @@ class _Refusal(yaml.MarkedYAMLError):
 
 
 def parse_any(content: bytes, name: str, max_nodes: int = 0) -> Node | None:
-    """Parse a document, with aliases if `max_nodes`, the limit of its values, is not 0."""
+    """Parse a document, None if it is empty, or raise UsageError.
+
+    It may have at most `max_nodes` values, where 0 means no limit and no aliases.
+    """
     if b'\t' in content:  # YAML accepts tabs in JSON, and PyYAML does not; a string of JSON has none
         with suppress(ValueError, RecursionError):
             json.loads(content)
@@ -76,11 +79,11 @@ class _Walk:
         self._counts = Counter[str]()
 
     def parse(self, text: str, loader: Any) -> Node | None:
-        self._scan_events(text, loader)  # composing takes a minute for 1 MiB, and may recurse too deeply
+        self._refuse_unsafe_events(text, loader)  # composing takes a minute for 1 MiB, and may recurse too deeply
         root = yaml.compose(text, Loader=loader)
         return self._convert(root, 0) if root else None
 
-    def _scan_events(self, text: str, loader: Any) -> None:
+    def _refuse_unsafe_events(self, text: str, loader: Any) -> None:
         depth = 0
         events: Iterable[Any] = yaml.parse(text, Loader=loader)
         for event in events:
@@ -98,6 +101,7 @@ class _Walk:
                 self._count('parsed', 1, event.start_mark, 0)
 
     def _count(self, kind: str, number: int, mark: Any, depth: int) -> None:
+        """Add to the number of nodes of this kind, and refuse too many or too deep ones."""
         self._counts[kind] += number
         if self._max_nodes and (self._counts[kind] > self._max_nodes or depth > MAX_DEPTH):
             limit = f'{self._max_nodes} values, or more than {MAX_DEPTH} levels'
@@ -114,7 +118,7 @@ class _Walk:
         return Node(kind, line, text=node.value)
 
     def _list_pairs(self, node: yaml.MappingNode, depth: int) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return the pairs that a mapping inherits with `<<` and keeps, and then its own."""
+        """Return the pairs inherited with `<<` that a mapping does not override, and then its own."""
         own: list[tuple[yaml.Node, yaml.Node]] = []
         inherited: dict[object, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
@@ -131,9 +135,9 @@ class _Walk:
 
 
 def explain_invalid_mapping(text: str) -> str | None:
-    """Explain, without quoting it, why a text is not a YAML mapping, None if it is or is empty."""
+    """Explain why a text is not a YAML mapping, or return None if it is one or is empty."""
     try:
-        # Only the events: aliases are not expanded.
+        # Only the events: aliases are not expanded. No message quotes the text, which may be secret.
         marked_events = ((type(event), event.start_mark) for event in yaml.parse(text, Loader=FAST_LOADER))
         events = [(kind, mark.line if mark else 0) for kind, mark in marked_events]
     except yaml.MarkedYAMLError as error:

@@ -40,7 +40,7 @@ class _Line(NamedTuple):
 
 
 class _NotPlain(Exception):
-    """The text needs PyYAML."""
+    """The text is not simple, so PyYAML must parse it."""
 
 
 def parse_plain(text: str) -> Node | None:
@@ -65,6 +65,7 @@ def parse_plain(text: str) -> Node | None:
 
 
 def _parse_block(lines: list[_Line], depth: int = 1) -> Node:
+    """Parse the lines of one mapping or list, or raise _NotPlain."""
     first = lines[0]
     if depth == MAX_DEPTH:  # there may be a list in brackets below
         raise _NotPlain
