@@ -31,10 +31,10 @@ from ecomp.model.trouble import parse_trouble
 Entries = Mapping[str, keys.StoredValue]
 Row = Sequence[Any]
 Tables = dict[str, Mapping[str, Row]]
-OF_INSTANCES = (keys.HOSTS, keys.QUEUES, keys.INSTANCES)
-OF_COMPUTES = (keys.FACTS, keys.TROUBLES, keys.FINDINGS)
-OF_EVENTS = (keys.STACKS, keys.FLAVORS, keys.GROUPS, keys.QUOTAS)
-PREFIXES = (keys.HOSTNAMES, keys.COMPUTES, *OF_COMPUTES, *OF_INSTANCES, *OF_EVENTS)
+INSTANCE_PREFIXES = (keys.HOSTS, keys.QUEUES, keys.INSTANCES)
+COMPUTE_PREFIXES = (keys.FACTS, keys.TROUBLES, keys.FINDINGS)
+EVENT_PREFIXES = (keys.STACKS, keys.FLAVORS, keys.GROUPS, keys.QUOTAS)
+PREFIXES = (keys.HOSTNAMES, keys.COMPUTES, *COMPUTE_PREFIXES, *INSTANCE_PREFIXES, *EVENT_PREFIXES)
 TROUBLED = 'troubled'  # the state of a living host that reports a trouble
 MAX_EVENTS = 20
 
@@ -44,7 +44,7 @@ def _make_short(text: object) -> str:
 
 
 class Picture:
-    """The rows of all tables, each of which is made again only if its keys or its host have changed."""
+    """The rows of all tables, remade only where the keys or the host of a row have changed."""
 
     def __init__(self) -> None:
         self.newest_revision, self._computes = 0, Computes()
@@ -61,15 +61,15 @@ class Picture:
         return Tables(hosts={**self._hosts}, instances={**self._instances}, findings=findings, events={**self._events})
 
     def update(self, states: Mapping[str, Entries], now: str) -> None:
-        """Take over the states by prefix, where `now` is the ISO time of events that have none."""
+        """Update all rows from {prefix: entries}, with the ISO time `now` for new events."""
         before, self._entries = self._entries, {key: each for state in states.values() for key, each in state.items()}
         # A follower keeps the entry of a key that has not changed.
         changed = [key for key, entry in self._entries.items() if before.get(key) is not entry]
         changed += before.keys() - self._entries.keys()
         for key in changed:
-            self._parse_key(key)
-        instances = {keys.get_queued_instance(key) for key in changed if key.startswith(OF_INSTANCES)}
-        computes = {key.split('/')[2] for key in changed if key.startswith((*OF_COMPUTES, keys.HOSTS))}
+            self._index_key(key)
+        instances = {keys.get_queued_instance(key) for key in changed if key.startswith(INSTANCE_PREFIXES)}
+        computes = {key.split('/')[2] for key in changed if key.startswith((*COMPUTE_PREFIXES, keys.HOSTS))}
         if any(key.startswith((keys.HOSTNAMES, keys.COMPUTES)) for key in changed):
             computes |= self._update_computes(parse_computes(states[keys.COMPUTES], states[keys.HOSTNAMES]))
             # A silent host makes its instances unknown, and what is queued waits for hosts.
@@ -83,9 +83,9 @@ class Picture:
             self.add_events(_make_changes(before, self._entries, changed), now)
         self.newest_revision = max((entry.revision for entry in self._entries.values()), default=0)
 
-    def _parse_key(self, key: str) -> None:
+    def _index_key(self, key: str) -> None:
         compute, instance, entry = key.split('/')[2], keys.get_queued_instance(key), self._entries.get(key)
-        if key.startswith(OF_INSTANCES):
+        if key.startswith(INSTANCE_PREFIXES):
             owned = self._keys.setdefault(instance, set())
             (owned.add if entry else owned.discard)(key)
         if key == keys.request(compute, instance):
@@ -95,12 +95,14 @@ class Picture:
                 requests[instance] = parse_request(compute, key, entry.value)
 
     def _update_computes(self, new: Computes) -> set[str]:
+        """Take over the computes, and return those whose name or presence differs."""
         former, self._computes = self._computes, new
         renamed = {compute for compute, _ in former.display_names.items() ^ new.display_names.items()}
         return renamed | (former.living.keys() ^ new.living.keys())
 
     def add_events(self, changes: Iterable[Change], now: str) -> None:
-        self._events = self._events if now else {}  # the past begins anew
+        """Append events, or with '' as `now` replace all events by them, and keep MAX_EVENTS."""
+        self._events = self._events if now else {}
         newest = sorted(changes, key=lambda change: change.revision)[-5 * MAX_EVENTS :]  # few have no event
         for _, group in groupby(newest, lambda change: change.revision):
             for event in make_events(list(group), self._computes.format_name):
@@ -111,7 +113,7 @@ class Picture:
         self._events = dict([*self._events.items()][-MAX_EVENTS:])
 
     def _update_instance(self, instance: str) -> set[str]:
-        """Make the row of an instance, and return the computes where it is and was."""
+        """Make or remove the row of an instance, and return the computes where it is and was."""
         former, record = self._instances.pop(instance, None), self._read_record(instance)
         if record is None or record.state == GONE:
             return {former[0]} if former else set()
@@ -131,7 +133,7 @@ class Picture:
         return {compute, former[0] if former else compute}
 
     def _read_record(self, instance: str) -> Record | None:
-        """Make the record of an instance as `list` does, with a fault if it is malformed."""
+        """Make an instance's record as `list` does, None without keys, with a fault if malformed."""
         entries = {key: entry for key in self._keys[instance] if (entry := self._entries.get(key))}
         places = group_by_instance(entries.items()).get(instance, EntriesByCompute())
         queue_key = next(filter(keys.parse_queue_key, entries), None)
@@ -146,13 +148,14 @@ class Picture:
             return Record(instance, places.compute, UNKNOWN, fault=f'its record is malformed: {error}')
 
     def _update_host(self, compute: str) -> None:
+        """Make or remove the row and the findings of a host."""
         requests, is_living = self._requests.get(compute, {}), compute in self._computes.living
         is_listed = is_living or requests or compute in self._computes.stored_hostnames
         if not is_listed and all(row[0] != compute for row in self._instances.values()):
             for table in (self._hosts, self._findings, self._facts):
                 table.pop(compute, None)
             return
-        published, trouble, report = (self._entries.get(prefix + compute) for prefix in OF_COMPUTES)
+        published, trouble, report = (self._entries.get(prefix + compute) for prefix in COMPUTE_PREFIXES)
         if published is not None:
             self._facts[compute] = parse_facts(published.value)
         facts, held = self._facts.get(compute, NO_FACTS), sum_usage(compute, requests.values())
@@ -182,7 +185,7 @@ class Picture:
 
 
 def find_changes(before: Tables, after: Tables) -> dict[str, Any]:
-    """Return the new and changed rows of each table, and None for those that were removed."""
+    """Return {table: {key: new row, or None if removed}} of the rows that differ."""
     changes = {}
     for name, rows in after.items():
         old = before.get(name, {})
@@ -190,11 +193,11 @@ def find_changes(before: Tables, after: Tables) -> dict[str, Any]:
     return {name: rows for name, rows in changes.items() if rows}
 
 
-def _make_changes(before: Entries, after: Entries, changed: Sequence[str]) -> Iterator[Change]:
+def _make_changes(before: Entries, after: Entries, changed_keys: Sequence[str]) -> Iterator[Change]:
     # A follower does not tell when a key was deleted. A queued request is deleted by its delivery.
-    revisions = {keys.get_queued_instance(key): after[key].revision for key in changed if key in after}
+    revisions = {keys.get_queued_instance(key): after[key].revision for key in changed_keys if key in after}
     newest = max(revisions.values(), default=0)
-    for key in changed:
+    for key in changed_keys:
         old, new = before.get(key), after.get(key)
         revision = new.revision if new else revisions.get(keys.get_queued_instance(key), newest + 1)
         yield Change(key, old.value if old else None, new.value if new else None, revision)

@@ -54,8 +54,8 @@ class Watcher:
     def __init__(self, config: EtcdConfig, command_prefix: str) -> None:
         self._config, self._store, self._picture, self._prefix = config, Store(config), Picture(), command_prefix
         self._tables, self._states = Tables(), dict[str, Mapping[str, Entry]]()
-        self._seen, self._lost = dict[str, str](), ('', '')  # the latter: why etcd is away, and since when
-        self._changed, self._published = threading.Event(), threading.Condition()
+        self._last_seen, self._outage = dict[str, str](), ('', '')  # the latter: why etcd is away, and since when
+        self._wakeup, self._publication = threading.Event(), threading.Condition()
         subscriptions = [(prefix, partial(self._on_state, prefix)) for prefix in PREFIXES]
         self._follower = Follower(config, subscriptions, on_lost=self._on_lost, on_back=self._on_lost)
         self._follower.start()
@@ -65,31 +65,32 @@ class Watcher:
     def close(self) -> None:
         self._follower.stop()
 
-    def wait(self, known: Tables) -> Tables:
-        """Return other tables than those that are known, or the same after POLL_SECONDS."""
-        with self._published:
-            self._published.wait_for(lambda: self._tables is not known, POLL_SECONDS)
+    def wait(self, tables: Tables) -> Tables:
+        """Return the current tables, once they are not `tables`, or after POLL_SECONDS."""
+        with self._publication:
+            self._publication.wait_for(lambda: self._tables is not tables, POLL_SECONDS)
             return self._tables
 
     def _on_state(self, prefix: str, state: Mapping[str, Entry]) -> None:
         self._states[prefix] = state
-        self._changed.set()
+        self._wakeup.set()
 
     def _on_lost(self, error: EcompError | None = None, began: float = 0.0) -> None:
+        """Note that etcd is away since the monotonic time `began`, or without an error, is back."""
         since = datetime.now(UTC) - timedelta(seconds=time.monotonic() - began)
-        self._lost = (make_printable(str(error)), format_time(since)) if error else ('', '')
-        self._changed.set()
+        self._outage = (make_printable(str(error)), format_time(since)) if error else ('', '')
+        self._wakeup.set()
 
     def _run(self) -> None:
         newest = 0
         while True:
-            self._changed.wait()
-            self._changed.clear()
+            self._wakeup.wait()
+            self._wakeup.clear()
             if len(states := dict(self._states)) == len(PREFIXES):
                 now = format_time(datetime.now(UTC))
                 self._picture.update(states, now)
-                self._update_seen(now if newest else '')
-            elif not self._lost[0]:
+                self._update_last_seen(now if newest else '')
+            elif not self._outage[0]:
                 continue
             self._publish()
             if not newest and (until := self._picture.newest_revision):
@@ -101,17 +102,17 @@ class Watcher:
             time.sleep(CHANGE_INTERVAL_SECONDS)
 
     def _publish(self) -> None:
-        etcd = {'': (self._store.endpoints, *self._lost, self._prefix)}
-        with self._published:
-            self._tables = {**self._picture.tables, 'seen': self._seen, 'etcd': etcd}
-            self._published.notify_all()
+        etcd = {'': (self._store.endpoints, *self._outage, self._prefix)}
+        with self._publication:
+            self._tables = {**self._picture.tables, 'seen': self._last_seen, 'etcd': etcd}
+            self._publication.notify_all()
 
-    def _update_seen(self, noticed_at: str) -> None:
-        known, hosts = self._seen, self._picture.tables['hosts']
+    def _update_last_seen(self, noticed_at: str) -> None:
+        last_seen, hosts = self._last_seen, self._picture.tables['hosts']
         silent = {compute for compute, row in hosts.items() if row[1] == SILENT}
-        if new := silent - known.keys() if noticed_at else silent:  # leases end half a minute after a sign of life
-            known = known | dict.fromkeys(new, noticed_at) | read_last_seen(self._store, new)
-        self._seen = {compute: known[compute] for compute in silent}
+        if new := silent - last_seen.keys() if noticed_at else silent:  # leases end half a minute after a sign of life
+            last_seen = last_seen | dict.fromkeys(new, noticed_at) | read_last_seen(self._store, new)
+        self._last_seen = {compute: last_seen[compute] for compute in silent}
 
 
 class App:
@@ -156,6 +157,7 @@ class App:
         return ''
 
     def _iterate_events(self, is_disconnected: Callable[[], bool]) -> Iterator[bytes]:
+        """Yield the server-sent events of a page, signs of life and changes, until it is closed."""
         page, beat_at, sent = object(), 0.0, Tables()
         self._pages.add(page)
         try:
@@ -174,7 +176,7 @@ class App:
 
 @contextmanager
 def serve(config: EtcdConfig, port: int, command_prefix: str, describe: Callable[[str], object]) -> Iterator[str]:
-    """Serve the page on a port, or any for 0, as long as the block runs, and yield its URL."""
+    """Serve the page during the block, and yield its URL, or raise EcompError if `port` is busy."""
     try:
         sock = socket.create_server(('127.0.0.1', port))
     except (OSError, OverflowError) as error:
