@@ -6,7 +6,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
@@ -41,7 +41,6 @@ INVALID_CERTIFICATE_ERRORS = (ValueError, TypeError, InvalidSignature, Unsupport
 # A certificate valid for fewer days is replaced.
 MIN_REMAINING_DAYS = 30
 COMPUTE, SCHEDULER, OPERATOR = roles.USER_PREFIXES
-# Limit of records or computes in a message; `…` stands for the others.
 MAX_LISTED_NAMES = 5
 # Extensions of a certificate; each is critical if True.
 Extensions = Sequence[tuple[x509.ExtensionType, bool]]
@@ -76,7 +75,7 @@ class _Authority:
     certificate: x509.Certificate | None = None
 
     def issue(self, path: Path, name: str, key: PrivateKey, days: int, extensions: Extensions) -> x509.Certificate:
-        """Write a certificate for `key` to `path`, and the key beside it."""
+        """Sign and return a certificate, and write it to `path` and its key beside it."""
         subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         end = self.now + timedelta(days=days)
         if self.certificate is not None:
@@ -151,6 +150,7 @@ def _make_client(place: Path, token: Path, authority: _Authority) -> None:
 
 
 def _require_uuid(name: str, compute: str, path: Path) -> None:
+    """Raise UsageError if `compute` is not a uuid, or `path` exists without it."""
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: must be a uuid, like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:
@@ -212,11 +212,12 @@ def _make_certificate(place: Path, kind: str, name: str, names: Sequence[str], a
     ]
     signed = authority.issue(path, name, ec.generate_private_key(ec.SECP256R1()), CERTIFICATE_DAYS, extensions)
     authority.say(f'{place}: valid until {signed.not_valid_after_utc:%F}')
-    if removed := [host for host in old if host not in new]:
-        authority.say(f'{place}: no longer valid for {", ".join(removed)}')
+    if dropped := [host for host in old if host not in new]:
+        authority.say(f'{place}: no longer valid for {", ".join(dropped)}')
 
 
 def _read_names(path: Path) -> tuple[str, ...]:
+    """Read the hosts of a certificate, () if it is missing, malformed or without any."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -240,11 +241,9 @@ def _is_usable(path: Path, authority: x509.Certificate, now: datetime) -> bool:
 
 
 def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return '%' not in name
+    with suppress(ValueError):
+        return '%' not in str(ip_address(name))
+    return False
 
 
 def _write_configuration(path: Path, cluster: Cluster, extra_lines: str) -> None:
@@ -261,7 +260,10 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def enable_roles(directory: Path, now: datetime, say: Say) -> None:
-    """Have etcd restrict each certificate in `directory` to its role."""
+    """Have etcd restrict each certificate in `directory` to its role.
+
+    The key of the cluster is written if it is missing. Computes and users without a certificate here are reported.
+    """
     schedulers, operators = (list_clients(directory, kind) for kind in (SCHEDULER, OPERATOR))
     target_roles = roles.make_roles(_read_computes(directory), schedulers, operators)
     with _connect_as_operator(directory) as (accounts, store):
@@ -279,7 +281,7 @@ def enable_roles(directory: Path, now: datetime, say: Say) -> None:
         for change in roles.plan_changes(current_roles, target_roles):
             accounts.apply(change)
             say(roles.describe_change(change))
-        if _write_cluster_key(store, now):
+        if _ensure_cluster_key(store, now):
             say(f'{keys.CLUSTER}: written now, because computes with roles may not write it')
         if not accounts.is_enabled():
             accounts.enable()
@@ -301,10 +303,12 @@ def disable_roles(directory: Path, say: Say) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
+    """List the clients whose names begin with `kind`, such as compute-hv1."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
 def _read_computes(directory: Path) -> dict[str, str]:
+    """Return {client: uuid}, or raise UsageError if a uuid is missing or used twice."""
     uuids: dict[str, str] = {}
     for name in list_clients(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
@@ -323,6 +327,7 @@ def _read_computes(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
+    """Connect as the first operator who may manage roles, or raise UsageError or Denied."""
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
@@ -339,7 +344,8 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
             return
 
 
-def _write_cluster_key(store: Store, now: datetime) -> bool:
+def _ensure_cluster_key(store: Store, now: datetime) -> bool:
+    """Write the identity of the cluster, unless it exists, and return True if it was written."""
     value = encode(cluster_model.ClusterIdentity(str(uuid.uuid4()), format_time(now)))
     while store.get(keys.CLUSTER) is None:
         if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)], Settlement()) is not None:

@@ -80,7 +80,7 @@ class LabServer:
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
     def wait(self, child: ServerProcess, signals: Sequence[int] = ()) -> None:
-        """Wait until the server is ready or a signal has been received, at most START_SECONDS."""
+        """Wait for the server or an item in `signals`, or raise EcompError after START_SECONDS."""
         try:
             machine.wait_for(self.name, lambda: bool(signals) or self.is_ready(child), child, self.log, START_SECONDS)
         except EcompError:
@@ -156,7 +156,6 @@ def make_placement_servers(data: Path, address: str, port: int, certs: Path | No
 
 
 def make_placement_environment(data: Path) -> dict[str, str]:
-    """Make the variables that are placement's whole configuration."""
     return {
         'OS_PLACEMENT_CONFIG_DIR': str(data),  # the machine's own in /etc must not be read
         'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{data}/placement.sqlite',
@@ -252,7 +251,7 @@ Running = list[tuple[LabServer, ServerProcess]]
 
 def run_control(endpoints: Endpoints, service: Service, say: Callable[[str], None], notify: Callable[[], None]) -> None:
     """Run etcd and placement until SIGINT or SIGTERM, and call `notify` once both answer."""
-    _prepare(endpoints, say)
+    _prepare_files(endpoints, say)
     is_secure, data = endpoints.certs is not None, endpoints.data.resolve()
     # Not a threading.Event: a handler that interrupts its wait() may wait forever for the lock that wait() holds.
     signals: list[int] = []
@@ -280,7 +279,8 @@ def run_control(endpoints: Endpoints, service: Service, say: Callable[[str], Non
         service.notify_stopping('etcd and placement are stopping')
 
 
-def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
+def _prepare_files(endpoints: Endpoints, say: Callable[[str], None]) -> None:
+    """Make the data and certificates, or raise UsageError if a port or program is missing."""
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
         _require_free_port(backend, endpoints.bind, port)
     programs, modules = machine.CONTROL_PROGRAMS, ['placement', 'waitress']
@@ -296,6 +296,7 @@ def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
 
 
 def _watch(running: Running, endpoints: Endpoints, service: Service, signals: Sequence[int]) -> None:
+    """Wait for a signal, have stunnel reread new certificates, and raise if a server ends."""
     certificate_time = _read_certificate_time(endpoints)
     while not signals:
         time.sleep(0.5)
@@ -354,7 +355,7 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
-    """Return the endpoints, with the default ./certs unless `bind` is a loopback address."""
+    """Default `certs` to ./certs unless `bind` is loopback, or raise UsageError for `bind`."""
     try:
         address = ip_address(endpoints.bind)
     except ValueError as error:

@@ -76,6 +76,7 @@ def start_control(lab: AnyLab) -> None:
 
 
 def _make_certificates(lab: AnyLab) -> None:
+    """Make what is missing, and give the operator's files to the caller of sudo."""
     from ecomp.lab import certs
 
     servers = tuple(dict.fromkeys((lab.address, control.LOCALHOST, 'localhost')))
@@ -296,6 +297,7 @@ def _start_lab(lab: AnyLab) -> None:
 
 
 def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
+    """Reduce the inventories of the old hosts, if other hosts are new."""
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
@@ -319,6 +321,7 @@ def _provide_image(lab: Lab) -> None:
 
 
 def _load(options: argparse.Namespace, command: str) -> AnyLab:
+    """Load the lab that the options mean, which needs root unless its hosts are fakes."""
     name = find_name(options)
     if fake := fakes.find(name):
         return fake

@@ -63,6 +63,7 @@ class FakeHost(Host):
 
 
 def find(name: str) -> FakeLab | None:
+    """Load a cluster of fakes, None if it does not exist, or raise EcompError."""
     directory = find_root() / name
     try:
         data = json.loads((directory / state.RECORD_NAME).read_text(encoding='utf-8'))
@@ -83,7 +84,7 @@ def list_all() -> list[FakeLab]:
 
 
 def load_or_create(name: str, count: int | None, size: str | None) -> tuple[FakeLab, bool]:
-    """Load or create a cluster of at least `count` fakes, and return it and whether it is new."""
+    """Load or create a cluster of at least `count` fakes, and return it and if it is new."""
     parse_inventory(size or DEFAULT_SIZE)
     _require_programs()
     lab = find(name)
@@ -102,6 +103,7 @@ def load_or_create(name: str, count: int | None, size: str | None) -> tuple[Fake
 
 
 def remove(lab: FakeLab) -> None:
+    """End the hosts and then the servers, and remove the directory."""
     servers = {server.name for server in lab.servers}
     machine.terminate(process for label, process in lab.processes.items() if label not in servers)
     machine.terminate(process for label, process in lab.processes.items() if label in servers)

@@ -159,7 +159,7 @@ SECTOR_BYTES = 512
 
 
 def make_image(output: Path, say: Callable[[str], None]) -> None:
-    """Download a kernel, and write the image to `output` as qcow2."""
+    """Download a kernel, and write the image to `output` as qcow2, atomically."""
     if output.is_dir():
         raise UsageError(f'{output} is a directory. Fix: give the name of the image file')
     if not output.parent.is_dir():
@@ -172,7 +172,7 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
         initrd = work / 'initrd'
         _write_initrd(initrd, busybox, modules, work / 'initrd.d')
         raw = work / 'guest.raw'
-        _write_fat(raw, kernel, initrd, work)
+        _write_boot_disk(raw, kernel, initrd, work)
         part = output.with_name(f'.{output.name}.part')
         try:
             machine.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(part)])
@@ -226,14 +226,13 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
     if not kernels:
         raise EcompError(f'no kernel is in the packages {" ".join(packages)}')
     files = {path.name.partition('.')[0].replace('-', '_'): path for path in tree.rglob('*.ko*')}
-    modules = [(f'{name}.ko', _read_module(files[name])) for name in MODULES if name in files]
+    modules = [(f'{name}.ko', _unpack_module(files[name])) for name in MODULES if name in files]
     return kernels[-1], modules
 
 
 def _find_kernel_packages() -> list[str]:
     for name in KERNELS:
-        images = _find_dependencies(name, 'linux-image-')
-        if images:
+        if images := _find_dependencies(name, 'linux-image-'):
             # Ubuntu has the modules in a separate package.
             return [*images[:1], *_find_dependencies(images[0], 'linux-modules-')[:1]]
     raise EcompError(f'apt has no kernel for guests ({", ".join(KERNELS)}). Fix: apt-get update')
@@ -248,7 +247,7 @@ def _find_dependencies(package: str, prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def _read_module(path: Path) -> bytes:
+def _unpack_module(path: Path) -> bytes:
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])
@@ -257,7 +256,7 @@ def _read_module(path: Path) -> bytes:
     return unpack(path.read_bytes())
 
 
-def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
+def _write_boot_disk(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
     config = work / 'syslinux.cfg'
     config.write_text(SYSLINUX_CFG, encoding='utf-8')
     size = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB

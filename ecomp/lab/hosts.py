@@ -89,7 +89,7 @@ class Host:
         return [*self.lab.make_command_prefix(self.name), *words]
 
     def start_ecompute(self) -> None:
-        """Start ecompute unless it runs, without waiting for its presence."""
+        """Start ecompute unless it runs, and do not wait until it is ready."""
         if not self.lab.find_running(self._label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
             self._previous_revision = self._read_presence_revision()
@@ -112,6 +112,7 @@ class Host:
         return 'ready' if self.is_ecompute_ready() else f'down: ecompute (see {self.log})'
 
     def _read_presence_revision(self) -> int:
+        """Read the revision of the presence, or return 0 if it or etcd is absent."""
         compute, entry = self.read_uuid(), None
         with contextlib.suppress(Unreachable):
             entry = self._store.get(COMPUTES + compute) if compute is not None else None
@@ -239,7 +240,7 @@ class LabHost(Host):
         return machine.run(command, timeout_seconds=timeout_seconds)
 
     def reduce_share(self) -> bool:
-        """Reduce the inventory to the host's current share, and end ecompute if that changes it."""
+        """Reduce the inventory to the current share, and on a change end ecompute and return True."""
         path = self.directory / 'compute.yaml'
         old_text = path.read_text(encoding='utf-8')
         new_text = reduce_inventory(old_text, self._calculate_share())

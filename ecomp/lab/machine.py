@@ -85,7 +85,7 @@ def is_alive(process: ServerProcess) -> bool:
 
 
 def terminate(processes: Iterable[ServerProcess], timeout_seconds: float = 5.0) -> None:
-    """Send SIGTERM to the processes, SIGKILL after `timeout_seconds`, and wait for their end."""
+    """End processes by SIGTERM, after `timeout_seconds` by SIGKILL, or else raise EcompError."""
     running = [process for process in processes if is_alive(process)]
     for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
         for process in running:
@@ -165,7 +165,7 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
 
 
 def wait_for(label: str, is_ready: Callable[[], bool], process: ServerProcess, log: Path, seconds: float) -> None:
-    """Wait until `is_ready` returns True, and raise EcompError if the process ends."""
+    """Wait until `is_ready()`, or raise EcompError if the process ends or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         was_ready = is_ready()
@@ -227,7 +227,7 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
 
 @contextlib.contextmanager
 def undo_on_error(undo: Callable[[], None] | None) -> Iterator[None]:
-    """Call `undo`, unless it is None, if the block fails."""
+    """Call `undo`, unless it is None, if the block raises, and raise its error as EcompError."""
     try:
         yield
     except (EcompError, OSError) as error:
@@ -264,7 +264,7 @@ def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make what is missing of the control namespace and of the machine's link and route to it."""
+    """Make missing parts of the control namespace, its link and its route, or raise Conflict."""
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
             by, name, target = route.get('dev', route.get('type')), layout.name, layout.network
@@ -309,14 +309,14 @@ def has_interface(layout: Layout, place: str, name: str = 'lo') -> bool:
 
 
 def list_namespaces(name: str) -> list[str]:
-    lines = run(['ip', 'netns', 'list']).splitlines()
-    namespaces = (line.split()[0] for line in lines if line.strip())
+    namespaces = (line.split()[0] for line in run(['ip', 'netns', 'list']).splitlines() if line.strip())
     return sorted(space for space in namespaces if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
 
 
-def end_processes(spaces: list[str], recorded: list[ServerProcess]) -> None:
+def end_processes(spaces: list[str], processes: list[ServerProcess]) -> None:
+    """End all processes in the namespaces and these others, or raise EcompError."""
     for _ in range(10):  # a process may have started another before its end
-        running = {process.pid: process for process in recorded if read_start_time(process.pid) == process.started}
+        running = {process.pid: process for process in processes if read_start_time(process.pid) == process.started}
         for space in spaces:
             running |= {process.pid: process for process in _list_processes(space)}
         if not running:
@@ -343,9 +343,10 @@ def _list_processes(space: str) -> list[ServerProcess]:
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
+    """Make a namespace unless it is usable, set it up, and return True if it was made."""
     space = layout.get_namespace(place)
-    is_missing = not has_interface(layout, place)
-    if is_missing:
+    was_missing = not has_interface(layout, place)
+    if was_missing:
         if space in list_namespaces(layout.name):
             run(['ip', 'netns', 'delete', space])  # a file alone: elab was killed, or a reboot
         run(['ip', 'netns', 'add', space])
@@ -353,7 +354,7 @@ def _ensure_namespace(layout: Layout, place: str) -> bool:
     settings = ('net/ipv4/ip_forward=1', 'net/ipv4/conf/all/send_redirects=0', 'net/ipv4/conf/default/send_redirects=0')
     script = 'for each; do echo "${each#*=}" > "/proc/sys/${each%%=*}"; done'
     run(['ip', 'netns', 'exec', space, 'sh', '-c', script, 'sh', *settings])
-    return is_missing
+    return was_missing
 
 
 def _ensure_fence(layout: Layout, space: str) -> None:

@@ -90,6 +90,7 @@ def require_lab_name(name: str) -> str:
 
 
 def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
+    """Return the first free 10.N.0.0/16, or raise EcompError."""
     networks = list(used_networks)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
@@ -165,7 +166,7 @@ def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
     """Return compute.yaml with each amount in a line `  CLASS: AMOUNT` limited to `maximum`."""
     return re.sub(
         r'(?m)^(  )(\w+)(: )(\d{1,18})$',
-        lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), maximum.get(found[2], int(found[4])))}',
+        lambda match: f'{match[1]}{match[2]}{match[3]}{min(int(match[4]), maximum.get(match[2], int(match[4])))}',
         compute_yaml,
     )
 

@@ -59,7 +59,6 @@ class LabRecord:
     processes: dict[str, ServerProcess] = field(default_factory=dict)
     # The names of the hosts are this and a number.
     host_prefix: ClassVar[str]
-    # Where etcd and placement are.
     address: str = field(default=LOCALHOST, init=False)
     etcd_port: int
     placement_port: int
@@ -178,13 +177,14 @@ AnyLab = Lab | FakeLab
 
 
 def read_processes(record: dict[str, Any]) -> dict[str, ServerProcess]:
+    """Return the processes in a parsed lab.json, {} after a reboot."""
     # Start times count from the boot: after a reboot they are meaningless.
     recorded = record['processes'] if record['boot'] == read_boot_id() else {}
     return {label: ServerProcess(**process) for label, process in recorded.items()}
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab, which has no processes after a reboot."""
+    """Load a lab, or raise NotFound, or EcompError if its lab.json is malformed or unsupported."""
     directory = root / name
     path = directory / RECORD_NAME
     try:
@@ -208,7 +208,8 @@ def load(name: str, root: Path = ROOT) -> Lab:
 def load_or_create(name: str, host_count: int | None) -> Lab:
     """Load the lab or choose its network, and save lab.json with at least `host_count` hosts.
 
-    The caller holds the lab's lock. None means the current number, or 3 for a new lab.
+    The caller holds the lab's lock. None means the current number, or 3 for a new lab. UsageError is raised for a
+    directory that contains other files.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -241,7 +242,7 @@ def unmount_all(directory: Path) -> list[Path]:
     mount_points: list[Path] = []
     for line in MOUNTINFO.read_text(encoding='utf-8', errors='surrogateescape').splitlines():
         # A space, tab, newline or backslash is an octal escape: proc_pid_mountinfo(5).
-        mount_point = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
+        mount_point = Path(re.sub(r'\\([0-7]{3})', lambda match: chr(int(match[1], 8)), line.split(' ')[4]))
         if top in mount_point.parents:
             # The last one mounted may lie on another.
             mount_points.insert(0, mount_point)
