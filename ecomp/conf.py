@@ -40,10 +40,7 @@ REMOVED_KEYS = {
 
 
 class EtcdConfig(NamedTuple):
-    """The `endpoints` of etcd, host:port, and the timeout of a call in seconds.
-
-    Without any of the three certificate files, the connection is in plain text.
-    """
+    """How to reach etcd: in plain text without certificates, with `timeout` seconds a call."""
 
     endpoints: tuple[str, ...] = ('localhost:2379',)
     ca_cert: Path | None = None
@@ -53,10 +50,7 @@ class EtcdConfig(NamedTuple):
 
 
 class PlacementConfig(NamedTuple):
-    """The address of placement, without a trailing slash, and our credentials.
-
-    Certificates are read for each connection, `token_file` for each call.
-    """
+    """The URL of placement, without a trailing slash, and files of credentials."""
 
     endpoint: str = 'http://localhost:8080'
     ca_cert: Path | None = None

@@ -108,8 +108,7 @@ def _fire(name: str, action: str, max_count: int | None) -> None:
     """Record the arrival and send the signal `action`, but only `max_count` times."""
     import signal  # late: commands do not need it otherwise
 
-    fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')
-    if fired_path is not None:
+    if (fired_path := os.environ.get('ECOMP_FAILPOINT_FIRED')) is not None:
         # A single appending write, because several processes may arrive concurrently.
         with open(fired_path, 'a+b', buffering=0) as file:
             file.seek(0)

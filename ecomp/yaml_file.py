@@ -34,10 +34,7 @@ class InvalidParts(ValueError):
 
 
 class Section:
-    """A mapping whose keys are read one by one, so that finish() can report unknown keys.
-
-    `problems` collects the line and the text of each mistake. `prefix` has the enclosing sections, each with a dot.
-    """
+    """A mapping whose keys are read one by one, so that finish() can report unknown keys."""
 
     def __init__(self, problems: list[tuple[int, str]], node: Node | None, prefix: str = '', line: int = 1) -> None:
         self._problems, self._prefix, self._line = problems, prefix, line

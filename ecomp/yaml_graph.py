@@ -32,10 +32,7 @@ class _Refusal(yaml.MarkedYAMLError):
 
 
 def parse_any(content: bytes, name: str, max_nodes: int = 0) -> Node | None:
-    """Parse a document, None if it is empty, or raise UsageError.
-
-    It may have at most `max_nodes` values, where 0 means no limit and no aliases.
-    """
+    """Parse at most `max_nodes` values, where 0 means any number and no aliases, None if empty."""
     if b'\t' in content:  # YAML accepts tabs in JSON, and PyYAML does not; a string of JSON has none
         with suppress(ValueError, RecursionError):
             json.loads(content)

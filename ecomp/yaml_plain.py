@@ -51,8 +51,7 @@ def parse_plain(text: str) -> Node | None:
     for number, line in enumerate(text.split('\n'), 1):
         if _BLANK_OR_COMMENT.fullmatch(line):
             continue
-        match = _LINE.fullmatch(line)
-        if match is None:
+        if (match := _LINE.fullmatch(line)) is None:
             return None
         spaces, dash, key, rest = match.groups()
         lines.append(_Line(number, len(spaces), dash is not None, key or '', rest))
@@ -93,13 +92,11 @@ def _parse_value(line: _Line) -> Node:
             raise _NotPlain
         return Node('null', line.number)
     if line.rest.startswith('['):
-        match = re.fullmatch(_LIST, line.rest)
-        if match is None:
+        if (match := re.fullmatch(_LIST, line.rest)) is None:
             raise _NotPlain
         items = (_parse_scalar(item, line.number) for item in re.findall(_ITEM, match[1]))
         return Node('seq', line.number, items=tuple(items))
-    match = _SCALAR.fullmatch(line.rest)
-    if match is None:
+    if (match := _SCALAR.fullmatch(line.rest)) is None:
         raise _NotPlain
     return _parse_scalar(match[1], line.number)
 

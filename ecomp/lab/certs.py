@@ -260,10 +260,7 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def enable_roles(directory: Path, now: datetime, say: Say) -> None:
-    """Have etcd restrict each certificate in `directory` to its role.
-
-    The key of the cluster is written if it is missing. Computes and users without a certificate here are reported.
-    """
+    """Restrict each certificate in `directory` to its role in etcd, and make the cluster's key."""
     schedulers, operators = (list_clients(directory, kind) for kind in (SCHEDULER, OPERATOR))
     target_roles = roles.make_roles(_read_computes(directory), schedulers, operators)
     with _connect_as_operator(directory) as (accounts, store):
@@ -314,8 +311,7 @@ def _read_computes(directory: Path) -> dict[str, str]:
         path = directory / name / 'compute.yaml'
         if not path.exists():
             raise UsageError(f'{path}: this file is missing. Fix: create it with the line `uuid: …` of its compute')
-        compute = load_compute(path).uuid
-        if compute is None:
+        if (compute := load_compute(path).uuid) is None:
             fix = "add the line `uuid: …` with the content of that compute's /var/lib/ecompute/uuid"
             raise UsageError(f'{path}: has no uuid. Fix: {fix}')
         if compute in uuids.values():
@@ -329,8 +325,7 @@ def _read_computes(directory: Path) -> dict[str, str]:
 def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
     """Connect as the first operator who may manage roles, or raise UsageError or Denied."""
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
-    configs = [load_schedule(path).etcd for path in paths]
-    if not configs:
+    if not (configs := [load_schedule(path).etcd for path in paths]):
         raise UsageError(f'{directory} has no operator certificate. Fix: elab certs {directory} --operator NAME')
     for number, config in enumerate(configs):
         with closing(Store(config)) as store, closing(Accounts(config)) as accounts:

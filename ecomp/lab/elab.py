@@ -301,8 +301,7 @@ def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
-    reduced = [host.name for host in old_hosts if host.reduce_share()]
-    if reduced:
+    if reduced := [host.name for host in old_hosts if host.reduce_share()]:
         _print_message(f'{", ".join(reduced)}: inventory reduced, because {len(hosts)} hosts share the machine')
 
 
@@ -350,8 +349,7 @@ def _print_states(rows: Sequence[tuple[str, str, str]], name: str) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
-    words = _strip_dashes(options.words)
-    if not words:
+    if not (words := _strip_dashes(options.words)):
         raise UsageError(f'exec {options.host}: missing argument: the command')
     lab = _load(options, 'elab exec')
     _require_place(options.host, lab)
@@ -378,8 +376,7 @@ def _run_shell(options: argparse.Namespace) -> int:
 
 
 def _run_kill(options: argparse.Namespace) -> int:
-    lab = fakes.find(find_name(options))
-    if lab is None:
+    if (lab := fakes.find(find_name(options))) is None:
         raise NotFound(f'there is no cluster of fakes {find_name(options)!r}. Try: elab list')
     _require_place(options.host, lab)
     if process := lab.find_running(f'{options.host} ecompute'):

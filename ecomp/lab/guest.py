@@ -222,8 +222,7 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
     machine.run(['sh', '-c', 'cd "$1"; shift; exec apt-get -q download "$@"', 'sh', str(downloads), *packages])
     for package in downloads.glob('*.deb'):
         machine.run(['dpkg-deb', '-x', str(package), str(tree)])
-    kernels = sorted(tree.glob('boot/vmlinuz-*'))
-    if not kernels:
+    if not (kernels := sorted(tree.glob('boot/vmlinuz-*'))):
         raise EcompError(f'no kernel is in the packages {" ".join(packages)}')
     files = {path.name.partition('.')[0].replace('-', '_'): path for path in tree.rglob('*.ko*')}
     modules = [(f'{name}.ko', _unpack_module(files[name])) for name in MODULES if name in files]

@@ -223,8 +223,7 @@ class LabHost(Host):
     def describe_state(self, etcd_answers: bool) -> str:
         if not machine.has_interface(self.lab.layout, self.name):
             return 'down: no namespace'
-        libvirtd = self.lab.find_running(f'{self.name} libvirtd')
-        if libvirtd is None:
+        if (libvirtd := self.lab.find_running(f'{self.name} libvirtd')) is None:
             return f'down: libvirtd (see {self.directory}/libvirtd.log)'
         if not self.is_libvirt_ready():
             return f'no answer: libvirtd (pid {libvirtd.pid}, see {self.directory}/libvirtd.log)'

@@ -130,8 +130,7 @@ def start(
             raise EcompError(f'{label} cannot be started: {error}') from error
     assert child.stdin is not None
     with child.stdin as release_pipe:
-        started = read_start_time(child.pid)
-        if started is None:
+        if (started := read_start_time(child.pid)) is None:
             raise EcompError(f'{label} ended immediately: {read_last_line(log)}')
         process = ServerProcess(label, child.pid, started)
         if record_process is not None:

@@ -189,8 +189,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
     path = directory / RECORD_NAME
     try:
         data = json.loads(path.read_text(encoding='utf-8'))
-        version = data['version']
-        if version != FORMAT_VERSION:
+        if (version := data['version']) != FORMAT_VERSION:
             problem = f'{path} has format version {version}, but this elab supports only version {FORMAT_VERSION}'
             raise EcompError(f'{problem}. Fix: `elab down --name {name}`, then `elab up --name {name}`')
         layout, host_count = network.Layout(name, IPv4Network(data['network'])), int(data['hosts'])

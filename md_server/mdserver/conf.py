@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Bytes of the user-data file; a larger one is refused.
 MAX_USER_DATA_BYTES = 1 << 20
 
 
@@ -24,6 +23,7 @@ class ConfError(Exception):
 
 
 def read_user_data(path: Path) -> bytes:
+    """Read a file of at most MAX_USER_DATA_BYTES, or raise ValueError."""
     try:
         # O_NONBLOCK: a FIFO must not wait for a writer.
         with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -88,7 +88,7 @@ class Config:
 
 
 def load(path: Path | None) -> Config:
-    """Read the configuration in the file `path`, or return the defaults if it is None."""
+    """Read the file at `path`, or return the defaults for None, or raise ConfError."""
     if path is None:
         return Config()
     named_path, descriptor = path, None
@@ -108,6 +108,7 @@ def load(path: Path | None) -> Config:
 
 
 def parse(text: str, path: Path) -> Config:
+    """Parse the text of the file at `path`, or raise ConfError with all its mistakes."""
     # Raw: a key's comment may contain '%'. No section has defaults for others, so [DEFAULT] is an unknown section.
     parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
     try:

@@ -52,7 +52,7 @@ ReadFile = tuple[str, 'bytes | OSError | ValueError']
 
 
 class Files:
-    """The files about guests, for which `ask` executes requests, by default carry_out()."""
+    """The files about guests, which `ask` reads and writes on request, by default carry_out()."""
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[ReadFile]] | None = None) -> None:
         self._config = config
@@ -91,17 +91,18 @@ class Files:
         raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
+        """Return the MACs that the kernel sees at an address."""
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Store why these guests were refused, or remove that if they were answered."""
+        """Store the refusal of these guests or, if it is '', delete it: they were answered."""
         for mac in macs:
             if refusal or mac not in self._answered_macs:
                 self._ask(f'refused {mac} {refusal}')
             (self._answered_macs.discard if refusal else self._answered_macs.add)(mac)
 
     def read_guest(self, mac: str) -> KnownGuest:
-        """Parse ecompute's file of this MAC, or raise UnknownGuestError if it is missing."""
+        """Read ecompute's file of this MAC, or raise UnknownGuestError or BrokenFileError."""
         [(name, content)] = self._ask(f'guest {mac}')
         try:
             return guests.parse_guest(_get_bytes(content), mac)
@@ -220,6 +221,7 @@ def _read(path: Path) -> ReadFile:
 
 
 def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
+    """Store a guest's first report, or raise FileNotFoundError if there is no such guest."""
     report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
     # Only existing guests may report, so that nobody can fill the directory.
@@ -244,6 +246,7 @@ def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> 
 
 
 def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
+    """Store the reason, unless MAX_REFUSALS are stored, or delete it if it is ''."""
     path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
     if _read(path)[1] == reason.encode():
         return  # before any write: repeated refusals cause no disk writes

@@ -24,7 +24,7 @@ _COMPLETE = 0x2
 
 
 class UnknownGuestError(Exception):
-    """The client is no known guest, and may be sent str(), but not `detail`."""
+    """The client is not a known guest, and may be sent the message, but not `detail`."""
 
     def __init__(self, message: str, detail: str = '') -> None:
         super().__init__(message)
@@ -32,11 +32,11 @@ class UnknownGuestError(Exception):
 
 
 class ForgedAddressError(UnknownGuestError):
-    """The address is leased to another machine than the one that uses it."""
+    """The kernel sees another machine at the address than the one that it is leased to."""
 
 
 class BrokenFileError(Exception):
-    """A file about this guest, which str() names for the log alone, is unusable."""
+    """A file about this guest is unusable: the message, which names it, is only for the log."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,10 @@ class KnownGuest:
 
 
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
-    """Return the valid IPv4 leases of a status file in its order, including expired ones."""
+    """Return the IPv4 leases in a status file, also expired ones, but skip malformed entries."""
     if not data.strip():
         return []  # dnsmasq creates the file empty
-    entries = _load_json(data)
-    if not isinstance(entries, list):
+    if not isinstance(entries := _load_json(data), list):
         raise ValueError('is not a JSON list')
     leases = []
     for entry in entries:
@@ -93,6 +92,7 @@ def select_current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
 
 
 def parse_bridge(conf: bytes) -> str:
+    """Return the bridge that a <network>.conf names, or ''."""
     match = re.search(rb'^interface=(\S+)$', conf, re.MULTILINE)
     return match[1].decode('ascii', 'replace') if match else ''
 
@@ -117,9 +117,8 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
 
 
 def parse_guest(data: bytes, mac: str) -> KnownGuest:
-    """Parse ecompute's file of this MAC, ignoring unknown keys."""
-    record = _load_json(data)
-    if not isinstance(record, dict):
+    """Parse ecompute's file of this MAC, ignoring unknown keys, or raise ValueError."""
+    if not isinstance(record := _load_json(data), dict):
         raise ValueError('is not a JSON object')
     if record.get('version', FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(f'"version" is {record["version"]!r}, but this mdserver supports only {FORMAT_VERSION}')

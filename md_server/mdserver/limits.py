@@ -31,11 +31,9 @@ MAX_TRACKED_ADDRESSES = 4096  # remembered; another one drops those that are idl
 
 
 class RateLimiter:
-    """Limits each address to `rate` events per second and `burst` immediate ones. Pure.
+    """A limit of `rate` events per second, and `burst` immediate ones, for each address."""
 
-    It is the generic cell rate algorithm: https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
-    """
-
+    # https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
     def __init__(self, rate: float, burst: int) -> None:
         self._step = 1 / rate
         self._tolerance = (burst - 0.5) / rate  # half a step less, so that rounding has no effect
@@ -49,7 +47,7 @@ class RateLimiter:
         return seconds
 
     def try_acquire(self, address: str, now: float) -> bool:
-        """Count one event and return True, or if it had to wait, return False and do not count it."""
+        """Count one event and return True, or return False uncounted if it would have to wait."""
         used_until = max(self._used_until.get(address, now), now)
         if used_until - now > self._tolerance:
             return False
@@ -133,5 +131,6 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         return bool(super().readable())
 
     def maintenance(self, now: float) -> None:
+        """Mark connections that exceed their time to be closed by readable()."""
         super().maintenance(now)
         self._to_close += [channel for channel in self.active_channels.values() if channel.is_late(time.monotonic())]

@@ -21,7 +21,6 @@ from mdserver.guests import KnownGuest
 
 EC2_VERSIONS = ('2009-04-04', 'latest')
 
-# Fields of a posted form; one with more is refused.
 MAX_FORM_FIELDS = 32
 # The form's fields that are host keys of the types that sshd generates today. Other fields are ignored.
 HOST_KEY_FIELDS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
@@ -109,7 +108,7 @@ def make_version_list() -> bytes:
 
 
 def find_body(path: str, guest: KnownGuest) -> bytes | None:
-    """Return the guest's data at this path, or the entries of a directory."""
+    """Return the guest's data at this path, or a directory's entries, or None if it is missing."""
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
         case [version, *steps] if version in EC2_VERSIONS:
@@ -140,10 +139,7 @@ def _make_ec2_tree(guest: KnownGuest) -> Tree:
 
 
 def make_seed(guest: KnownGuest, with_phone_home: bool) -> dict[str, bytes]:
-    """Return {name: content} of this guest's NoCloud disk.
-
-    With `with_phone_home` the vendor-data reports the end of cloud-init to a metadata server.
-    """
+    """Return {file name: content} of a NoCloud disk, whose vendor-data may phone home."""
     files = _make_seed_files(guest, {})
     if not with_phone_home:
         del files['vendor-data']
@@ -172,7 +168,7 @@ def _dump_yaml(data: Mapping[str, Any]) -> bytes:
 def parse_report(body: bytes) -> bytes:
     """Convert a guest's posted form to JSON, or raise ValueError if it has too many fields.
 
-    It is {"version": 1, "host_keys": [text], "stage", "error": text or null}. ecompute validates the content.
+    The JSON is {"version": 1, "host_keys": [text], "stage", "error": text or null}. ecompute validates the content.
     """
     fields = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=MAX_FORM_FIELDS))
     keys = [fields[name] for name in HOST_KEY_FIELDS if name in fields]

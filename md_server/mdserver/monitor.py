@@ -28,7 +28,7 @@ MAX_UID = 2**32 - 2  # uid; the next one means "unchanged"
 
 
 class Monitor:
-    """A forked process that runs until close(), to be created before any other thread."""
+    """A process to ask from any thread until close(), forked before other threads start."""
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Monitor:
         theirs.close()
 
     def ask(self, request: str) -> list[ReadFile]:
-        """Return what carry_out(request) returns in the monitor, from any thread."""
+        """Return what carry_out(request) returns in the monitor, or raise OSError if it has ended."""
         with self._lock:
             try:
                 # Bytes, not an object: whoever unpickles runs what the sender chooses, and the monitor is root.
@@ -74,7 +74,7 @@ class UserIds(NamedTuple):
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user, given by name or number, who must not be root."""
+    """Return the ids of a user (name or number), or raise ValueError, also for root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
@@ -91,7 +91,7 @@ def find_user(user: str) -> UserIds:
 
 
 def drop_privileges(ids: UserIds) -> None:
-    """Become that user for good, without capabilities, while the process has one thread."""
+    """Become this user irrevocably, in a process of one thread, or raise OSError."""
     # See setresuid(2), capabilities(7) on leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS, proc(5) for the status
     os.setgroups([])
     os.setresgid(ids.gid, ids.gid, ids.gid)

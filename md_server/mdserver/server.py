@@ -75,6 +75,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return super().wsgi(environ, log_and_start)  # type: ignore[no-any-return]
 
     def _identify_guest(self) -> tuple[str, guests.KnownGuest]:
+        """Return the client's MAC and guest, or store the refusal and raise HTTPError."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
@@ -125,7 +126,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
 
 def _require_direct() -> None:
-    """Refuse a request that comes through a proxy, or whose Host is a name."""
+    """Raise HTTPError if the request comes through a proxy, or its Host is a name."""
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
     if any(name.startswith(PROXY_HEADER_PREFIXES) for name in environ):
