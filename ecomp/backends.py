@@ -56,7 +56,7 @@ def probe_backends(etcd: EtcdConfig, placement: PlacementConfig, config_path: Pa
 
 
 def explain_failure(section: str, error: EcompError, config_path: Path | None, file_name: str) -> Problem:
-    """Return the error with a cure that names the section, etcd or placement, of the file."""
+    """Return the error's problem, with a cure for this section (etcd or placement) of the file."""
     cure = f'start {section} at this address, or correct `{section}:` in {config_path}'
     if isinstance(error, Unreachable) and error.tls_failure in CURES:
         cure = CURES[error.tls_failure].format(section=section)

@@ -300,7 +300,7 @@ def disable_roles(directory: Path, say: Say) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
-    """List the clients whose names begin with `kind`, such as compute-hv1."""
+    """List the clients that begin with `kind`, as compute-hv1, and have a certificate."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 

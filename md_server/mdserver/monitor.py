@@ -28,7 +28,7 @@ MAX_UID = 2**32 - 2  # uid; the next one means "unchanged"
 
 
 class Monitor:
-    """A process to ask from any thread until close(), forked before other threads start."""
+    """A process that keeps root's rights, to be forked before this one starts threads."""
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
