@@ -28,7 +28,7 @@ MIN_LIBVIRT_VERSION = 9_000_000
 Problems = Mapping[str, Sequence[Problem | None]]
 
 
-def _report(problems: Problems) -> Iterator[Finding]:
+def _make_findings(problems: Problems) -> Iterator[Finding]:
     for code, found in problems.items():
         yield from (Finding(code, '', problem.what, cure=problem.cure) for problem in found if problem)
 
@@ -64,7 +64,7 @@ class Backends:
 def _find_server_problems(facts: Backends) -> Iterator[Finding]:
     vulnerabilities = describe_vulnerabilities(facts.etcd_version)
     found = {'etcd': facts.etcd_failure, 'placement': facts.placement_failure, 'etcd-version': vulnerabilities}
-    yield from _report({code: [problem] for code, problem in found.items()})
+    yield from _make_findings({code: [problem] for code, problem in found.items()})
     if facts.placement_version:
         try:
             major, minor = map(int, facts.placement_version.split('.'))
@@ -94,7 +94,7 @@ def _find_server_problems(facts: Backends) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class ComputeFacts:
-    """The computes, our own version, and Computes.describe_unserved() of what is queued."""
+    """The hosts, the version of this eschedule, and a problem if no compute takes from queues."""
 
     hosts: tuple[Host, ...] = ()
     own_version: str = ''
@@ -120,11 +120,11 @@ def _find_compute_problems(facts: ComputeFacts) -> Iterator[Finding]:
         if version is not None and (cure := _suggest_upgrade(version, ours)):
             sentence = f'{name} runs ecomp {version}, but this eschedule is of version {ours}'
             yield Finding('version', host.compute, sentence, cure=f'{cure}, as docs/howto/upgrade.md describes')
-    yield from _report({'queue': [facts.unserved]})
+    yield from _make_findings({'queue': [facts.unserved]})
 
 
 def _suggest_upgrade(version: str, ours: str) -> str:
-    """Return what to install where, or '' if both may be built from the same commit."""
+    """Return which version to install where, or '' if both may be of the same commit."""
     # A wheel's version has no commit (ecomp.read_version): it may have been built from the other's.
     (release, _, commit), (our_release, _, our_commit) = version.partition('+'), ours.partition('+')
     if release == our_release and (commit == our_commit or not commit or not our_commit):
@@ -204,7 +204,7 @@ def _find_machine_problems(facts: MachineFacts) -> Iterator[Finding]:
         sentence = f'ecompute does not use the proxy in the environment ({names}), not even for images'
         cure = f'set `image_proxy: http://…` in compute.yaml to fetch images through it; otherwise: {unset}'
         yield Finding('proxy', names, sentence, cure=cure)
-    yield from _report(facts.problems)
+    yield from _make_findings(facts.problems)
     if (libvirt := facts.libvirt) is None:
         return
     version, library_version = _format_version(libvirt.version), _format_version(libvirt.library_version)
@@ -214,7 +214,7 @@ def _find_machine_problems(facts: MachineFacts) -> Iterator[Finding]:
     if libvirt.version < libvirt.library_version:
         sentence = f'libvirtd still runs version {version}, but {library_version} is installed'
         yield Finding('libvirt-restart', 'libvirt', sentence)
-    yield from _report(libvirt.problems)
+    yield from _make_findings(libvirt.problems)
     if facts.metadata_mode == 'network' and not libvirt.has_bridge:
         sentence = 'libvirt manages no bridge in `networks:`, so no metadata can be served at 169.254.169.254'
         yield Finding('metadata', 'libvirt', sentence)

@@ -31,8 +31,8 @@ Kind = TypeVar('Kind', bound=keys.StoredValue)
 class EntriesByCompute(Generic[Kind]):
     """The requests and records of one instance by compute, and the compute that is trusted.
 
-    Trusted is the compute of the oldest request that is not `claimless`, or of the oldest request if all are. Without a
-    request, it is the compute of the oldest record. `request`, `record` and `record_key` are its own.
+    The trusted compute has the oldest request that is not `claimless`, or the oldest request if all are. Without a
+    request, it has the oldest record. `request`, `record` and `record_key` are those of the trusted compute.
     """
 
     requests: dict[str, Kind] = field(default_factory=dict)
@@ -41,7 +41,10 @@ class EntriesByCompute(Generic[Kind]):
     claimless: set[str] = field(default_factory=set)  # found by mark_claimless() without the claim
 
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
-        """Query computes, oldest request first, until one has the claim, and fill `claimless`."""
+        """If several computes have a request, add those without the claim to `claimless`.
+
+        They are queried from the oldest request on, until one has the claim.
+        """
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._make_age_key):
@@ -95,7 +98,7 @@ _HOSTNAME_PATTERN = '[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}'
 
 
 def is_hostname(text: object) -> bool:
-    """Return whether a value may be a host's name, which is no uuid, even without dashes."""
+    """Return whether a value is a valid host name, and not a uuid with or without dashes."""
     if not isinstance(text, str) or not re.fullmatch(_HOSTNAME_PATTERN, text):
         return False
     if len(text.replace('-', '')) != 32:
@@ -110,14 +113,14 @@ def is_hostname(text: object) -> bool:
 
 
 _HOSTNAME = lenient(check('a host name', is_hostname))
-_SHOWN = text(lambda shown: NONEMPTY(shown)[:MAX_SHOWN_CHARACTERS])
+_SHORT = text(lambda raw: NONEMPTY(raw)[:MAX_SHOWN_CHARACTERS])
 # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
 _VERSION = check('a version', partial(re.fullmatch, _VERSION_PATTERN))
 _LEASES = list_of(number(0, 2**63 - 1), lengths=(2,))
 
 
 @stored(
-    hostname=_HOSTNAME, version=lenient(lambda raw: _VERSION(_SHOWN(raw))), kind=lenient(_SHOWN), queues=lenient(FLAG)
+    hostname=_HOSTNAME, version=lenient(lambda raw: _VERSION(_SHORT(raw))), kind=lenient(_SHORT), queues=lenient(FLAG)
 )
 class PresenceFacts(NamedTuple):
     """The content of a presence, with None for absent or malformed fields."""
@@ -154,7 +157,7 @@ class Computes:
         return self._hostnames.get(compute)
 
     def format_name(self, compute: str) -> str:
-        """Return the host name, followed by ` (uuid)` if it is not unique, or only the uuid."""
+        """Return the host name, with ` (uuid)` if it is not unique, or the uuid if it is unknown."""
         host = self.find_hostname(compute)
         if host is None:
             return compute
@@ -177,7 +180,7 @@ class Computes:
         return Problem('no compute takes queued requests', cure)
 
     def describe_unserved(self, names: Sequence[str]) -> Problem | None:
-        """Return the problem that no compute takes these requests, or None."""
+        """Return the problem that no compute takes these queued instances, or None if one does."""
         reason = self.no_taker_reason
         if not names or reason is None:
             return None
@@ -219,7 +222,7 @@ LIFE_MARGIN_SECONDS = 60
 
 
 def find_last_seen(ages: Sequence[int | None], now: datetime) -> str | None:
-    """Return when a silent host was last alive, in ISO 8601, from the ages of its leases."""
+    """Return when a host was last alive, in ISO 8601, or None if its leases do not show it."""
     age, anchor_age = ages
     # A leader that has just been elected may report a negative age.
     if age is None or age < 0 or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:
@@ -228,7 +231,7 @@ def find_last_seen(ages: Sequence[int | None], now: datetime) -> str | None:
 
 
 def describe_silence(last_seen: str | None, today: str) -> str:
-    """Return `silent since 16:35:54`, with the date unless it is `today`."""
+    """Return `silent since 16:35:54`, with the date unless it is `today`, or only `silent`."""
     since = f' since {last_seen[:10]} {last_seen[11:19]}'.replace(f' {today} ', ' ') if last_seen else ''
     return SILENT + since
 
@@ -246,7 +249,7 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
 
 
 def describe_silent_fix(host: str, alternative: str = ', or use another uuid') -> str:
-    """Return the fix for a silent compute with a claim, named as by Computes.format_name()."""
+    """Return the fix for a silent compute with claims, named as Computes.format_name() does."""
     argument = host.rpartition('(')[2].rstrip(')')  # the uuid of `name (uuid)`
     start = f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`){alternative}'
     return f'{start}; if the machine never comes back: `eschedule host forget {argument} --fenced`'
@@ -258,11 +261,11 @@ def list_unproven(
     start_revision: int,
     have_leases_expired: bool,
 ) -> list[str]:
-    """List the providers that have their uuid as name and are not proven alive in this etcd."""
+    """List the computes among `providers`, {uuid: name}, that are not proven alive in this etcd."""
     # A restored etcd has old presences again, with full leases. So a presence is proof only if it was written after
     # `start_revision`, etcd's revision when this process started, or if all leases of that time have expired.
     last_unproven = -1 if have_leases_expired else start_revision
-    proven = [key for key, stored in presences.items() if stored.lease and stored.revision > last_unproven]
+    proven = [key for key, entry in presences.items() if entry.lease and entry.revision > last_unproven]
     alive = set(map(keys.get_last_part, proven))
     return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
 

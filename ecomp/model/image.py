@@ -52,7 +52,7 @@ def check_image(url: str) -> str:
 
 
 def check_source(text: str) -> str:
-    """Return an `image_sources:` entry, a host name in lower case or a network."""
+    """Normalize an `image_sources:` entry, a host name or a network, or raise ValueError."""
     try:
         return str(ip_network(text))
     except ValueError:
@@ -62,6 +62,7 @@ def check_source(text: str) -> str:
 
 
 def split_pin(url: str) -> tuple[str, str | None]:
+    """Return the URL without its #fragment, and the SHA-256 in that fragment, or None."""
     bare, _, fragment = url.partition('#')
     match = re.fullmatch(PIN_PATTERN, fragment)
     return bare, match[1].lower() if match else None
@@ -74,7 +75,7 @@ def hash_url(url: str) -> str:
 
 
 def hash_image(url: str) -> str:
-    """Return what a compute publishes of a checked URL while its image is cached."""
+    """Return 12 digits that stand for an image: the start of its pin, or its URL's CRC-32."""
     import zlib  # hashlib would take a create 3 ms, and a wrong match only changes a preference
 
     bare, pin = split_pin(url)
@@ -82,7 +83,7 @@ def hash_image(url: str) -> str:
 
 
 def find_sha256(checksums: str, url: str) -> str | None:
-    """Return the SHA-256 that a file of checksums, in GNU or BSD format, has for a URL's file."""
+    """Return the SHA-256 of a URL's file from `checksums`, in GNU or BSD format, or None."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in checksums.splitlines():
         if match := re.fullmatch(GNU_SUM_PATTERN, line.strip()):
@@ -187,9 +188,10 @@ def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
     return any(inner in network for network in single for inner in expand_address(address))
 
 
-def _allows_loopback(listed: Network, loopback: Network, address: Address) -> bool:
-    return address in listed and listed.prefixlen >= loopback.prefixlen
+def _allows_loopback(source: Network, loopback: Network, address: Address) -> bool:
+    return address in source and source.prefixlen >= loopback.prefixlen
 
 
 def parse_address(text: str) -> Address:
+    """Parse an IP address, without the zone of a link-local one (`%eth0`)."""
     return ip_address(text.partition('%')[0])
