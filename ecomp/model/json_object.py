@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 # A longer value is refused, in bytes. The record of the largest request, with its text escaped, is shorter.
 MAX_VALUE_BYTES = 1280 * 1024
@@ -29,7 +29,7 @@ def load_object_or_empty(value: bytes) -> dict[str, Any]:
 
 
 def load(value: bytes) -> Any:
-    """Parse JSON strictly: in UTF-8, of limited size and depth, without NaN and duplicate keys."""
+    """Parse JSON, or raise ValueError, also for NaN, duplicate keys and excessive size or depth."""
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')
     try:
@@ -46,7 +46,7 @@ def load(value: bytes) -> Any:
 
 
 def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """Return JSON in printable ASCII, refusing NaN and infinities."""
+    """Return JSON in ASCII, or raise ValueError for NaN and infinities."""
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
@@ -89,7 +89,7 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f'not JSON: {name} is not a JSON number')
 
 

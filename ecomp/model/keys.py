@@ -118,12 +118,12 @@ def request(compute: str, instance: str) -> str:
 
 
 def record(compute: str, instance: str) -> str:
-    """Return the key of an instance's record, where the compute is '' if none had it."""
+    """Return the key of an instance's record, where the compute is '' if none had the instance."""
     return f'{INSTANCES}{compute or NO_COMPUTE}/{instance}'
 
 
 def parse_record_key(key: str) -> tuple[str, str]:
-    """Return compute and instance in a record's key, the compute '' if none had it."""
+    """Return compute and instance in a record's key, the compute '' if the key has none."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NO_COMPUTE else compute, instance) if slash else ('', compute)
 
@@ -143,6 +143,7 @@ def parse_queue_key(key: str) -> tuple[str, str] | None:
 
 
 def get_queued_instance(key: str) -> str:
+    """Return the instance in the key of a queued request or of its taker."""
     return get_last_part(key.removesuffix(TAKER))
 
 
@@ -161,12 +162,11 @@ def adoption(compute: str) -> str:
 
 
 def get_last_part(key: str) -> str:
-    """Return the last part of a key: the uuid or name that it is about."""
     return key.rsplit('/', 1)[-1]
 
 
 def is_uuid(text: str) -> bool:
-    """Return whether a value is a lower-case uuid with dashes, not nil, and so may name a file."""
+    """Return whether a value is a uuid in lower case with dashes, and not only zeros."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 

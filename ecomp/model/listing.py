@@ -12,9 +12,9 @@ from ecomp.model.states import DESTROYING, UNKNOWN
 
 
 class Absences(NamedTuple):
-    """The hosts of some records that have no presence: {compute: CLOSED or SILENT}."""
+    """What is known of hosts without a presence, for the records that such hosts wrote."""
 
-    states: Mapping[str, str] = {}
+    states: Mapping[str, str] = {}  # {compute: CLOSED or SILENT}
     destroying: Collection[str] = ()  # the instances there whose destroy is accepted, but not reported
     last_seen: Mapping[str, str] = {}  # ISO times of the last sign of life of silent hosts, as far as known
     today: str = ''  # the date in UTC
@@ -27,6 +27,7 @@ class Absences(NamedTuple):
         return self.get_host_state(record) not in (UP, None)
 
     def get_state(self, record: Record) -> str:
+        """Return the state to show, which an absent host may not have reported."""
         if record.state not in LIVE_STATES:
             return record.state
         if record.instance in self.destroying:
@@ -35,7 +36,7 @@ class Absences(NamedTuple):
         return UNKNOWN if self.get_host_state(record) == SILENT else record.state
 
     def explain_state(self, record: Record, host: str) -> str | None:
-        """Return why the state to show is not the recorded one, or None if it is."""
+        """Return what an absent host keeps a record waiting for, or its last state, or None."""
         shown_state = self.get_state(record)
         if shown_state == DESTROYING and self.is_stale(record):
             return f'waiting for {host}'
