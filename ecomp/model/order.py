@@ -116,10 +116,7 @@ _SHA256 = check('64 hexadecimal digits', lambda raw: isinstance(raw, str) and re
 
 
 def _make_field(stored_as: Field, default: Any = None, *, is_recorded: bool = True, check_text: Any = None) -> Any:
-    """Make a field of Order: how it is stored, its default, and whether a record has it.
-
-    `check_text` makes it one of USER_TEXTS. It returns a valid text, or raises ValueError.
-    """
+    """Make a field of Order, and one of USER_TEXTS if `check_text` validates its values."""
     options: dict[str, Any] = {'default_factory': dict} if default == {} else {'default': default}
     metadata = {'stored': stored_as, 'is_recorded': is_recorded, 'check_text': check_text}
     return field(**options, repr=is_recorded, metadata=metadata)  # keys and user-data are secret, and not recorded
@@ -154,11 +151,11 @@ class Order:
     is_protected: bool = _make_field(sparse(FLAG, name='protected'), False)
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
-        """Return the fields of Order by name, some replaced, for the constructor of a subclass."""
+        """Return the fields of Order by name, with `changes`, for the constructor of a subclass."""
         return {field_info.name: getattr(self, field_info.name) for field_info in fields(Order)} | changes
 
     def copy_recorded_fields(self, **changes: Any) -> dict[str, Any]:
-        """Return the fields that a record has, of a group only its name, as copy_fields() does."""
+        """Return the fields that a record has, of the group only its name, with `changes`."""
         recorded = {name: getattr(self, name) for name in ('instance', *RECORDED_FIELDS)}
         return recorded | {'group': Membership(self.group.name) if self.group else None} | changes
 
@@ -180,37 +177,37 @@ stored(**ORDER_FIELDS)(Order)
 USER_TEXTS = {name: row['check_text'] for name, row in _ROWS.items() if row['check_text']}
 
 
-def _describe_query_and_image(existing: Order) -> str:
-    return f'with query {existing.query!r} and image {existing.image}'
+def _describe_query_and_image(order: Order) -> str:
+    return f'with query {order.query!r} and image {order.image}'
 
 
-def _describe_text(name: str, existing: Order) -> str:
-    return f'with the {name} {value}' if (value := getattr(existing, name)) else f'without a {name}'
+def _describe_text(name: str, order: Order) -> str:
+    return f'with the {name} {value}' if (value := getattr(order, name)) else f'without a {name}'
 
 
-# {attribute: what describes an existing order's value if another is requested}: of differences the first is reported.
+# {attribute: what describes its value in the current order if the new one differs}: the first difference is reported.
 _DIFFERENCES: Mapping[str, Callable[[Order], str]] = {
     'is_adopted': lambda _: 'by `adopt`',
     'image': _describe_query_and_image,
     'query': _describe_query_and_image,
     **{name: partial(_describe_text, name) for name in USER_TEXTS},
-    'project_id': lambda existing: f'for project {existing.project_id}',
-    'group_name': lambda existing: f'in group {existing.group_name}' if existing.group else 'without a group',
-    'count': lambda existing: f'in a set of {existing.count}' if existing.count > 1 else 'as a single instance',
+    'project_id': lambda order: f'for project {order.project_id}',
+    'group_name': lambda order: f'in group {order.group_name}' if order.group else 'without a group',
+    'count': lambda order: f'in a set of {order.count}' if order.count > 1 else 'as a single instance',
     'user_data_hash': lambda _: 'with other user-data',
     'ssh_keys': lambda _: 'with other ssh keys',
 }
 
 
-def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
-    """Describe one difference between an existing order and the one requested for its uuid."""
+def describe_difference(current: Order, order: Order, is_recorded: bool = False) -> str | None:
+    """Return the first difference of `current` from a new order, `with image …`, or None."""
     for attribute, describe in _DIFFERENCES.items():
         if is_recorded and attribute in ('count', 'user_data_hash', 'ssh_keys'):
             continue  # a record lacks them
-        if attribute == 'project_id' and not existing.project_id:
+        if attribute == 'project_id' and not current.project_id:
             continue  # another client may not write it
-        if getattr(existing, attribute) != getattr(requested, attribute):
-            return describe(existing)
+        if getattr(current, attribute) != getattr(order, attribute):
+            return describe(current)
     return None
 
 
@@ -238,7 +235,7 @@ _REQUEST_FIELDS |= {
     'former_resources': sparse(parse_resources, name='resources'),
     'why': lenient(nested(PlacementReason), is_sparse=True),
     'power': sparse(nested(PowerAction)),
-    'changed': sparse(number(0, MAX_CHANGE)),
+    'change_number': sparse(number(0, MAX_CHANGE), name='changed'),
     'resize': sparse(nested(Resize)),
     'rebuild': sparse(number(0, MAX_CHANGE)),
 }
@@ -258,10 +255,10 @@ class Request(Order):
     _: KW_ONLY
     power: PowerAction | None = None
     # Grows with each change that an older etcd must not take back, see make_change_number().
-    changed: int = 0
+    change_number: int = 0
     # Until it has taken effect, the allocations are the larger of old and new of each class.
     resize: Resize | None = None
-    # The number of the last rebuild that was asked for: `changed` at that time.
+    # The number of the last rebuild that was asked for: `change_number` at that time.
     rebuild: int = 0
     former_resources: Resources = field(default_factory=dict)
     why: PlacementReason | None = None
@@ -277,11 +274,11 @@ class Request(Order):
 
     @property
     def guest_size(self) -> Resources:
-        """The amounts of the guest, when it starts next."""
+        """The amounts that the guest has from its next start on."""
         return self.resize.resources if self.resize else self.resources
 
     def plan_size(self, amounts: Resources) -> Resources:
-        """Return the guest's size with these amounts, or raise an error if it cannot have it."""
+        """Return guest_size with some `amounts` replaced, or raise Conflict or UsageError."""
         if self.is_adopted:
             raise Conflict(f'{self.instance}: is adopted, so ecomp does not change it. Try: virsh edit')
         classes = [name for held in self.allocations.values() for name in held]
@@ -298,11 +295,9 @@ class Request(Order):
         return {compute: {name: resources[name] for name in held} for compute, held in self.allocations.items()}
 
     def make_change_number(self, now: float) -> int:
-        """Return the number of a change at `now` (Unix seconds), above that of the last one.
-
-        An older etcd, restored, has forgotten a number that the compute knows, and would give a counter's again.
-        """
-        return max(self.changed + 1, int(now))
+        """Return the number of a change at `now` (Unix seconds), above that of the last one."""
+        # A restored, older etcd has forgotten numbers that the compute knows, and a counter would give them again.
+        return max(self.change_number + 1, int(now))
 
 
 def make_request(order: Order, candidate: Candidate, weigh: str, compute_count: int, **changes: Any) -> Request:
@@ -338,7 +333,7 @@ class InvalidRequest(NamedTuple):
 
 
 def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
-    """Parse the request at a key below a compute's prefix, which may be malformed or dropped."""
+    """Parse a compute's request, or return why it is malformed or was dropped as too large."""
     name = key.removeprefix(keys.request_prefix(compute))
     try:
         return _parse_request(compute, name, value, dropped_bytes)
@@ -353,7 +348,7 @@ def get_holdings(request: Request | InvalidRequest) -> Holdings:
 
 
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
-    """Return a malformed request's name and group, and its JSON object, as far as valid."""
+    """Return a malformed request's name and group, as far as valid, and its JSON object or {}."""
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
     return parse_fields(Holdings, data), data
 
@@ -449,6 +444,7 @@ class SetOrder(Order):
 
     @property
     def instances(self) -> dict[str, str | None]:
+        """The name of each instance, by uuid."""
         return {instance: order.name for instance, order in self.orders.items()}
 
     @cached_property
@@ -462,7 +458,7 @@ def make_member_uuid(set_uuid: str, number: int) -> str:
 
 
 def refuse_big_order(order: SetOrder) -> None:
-    """Raise UsageError if the estimated size of a set exceeds that of a transaction."""
+    """Raise UsageError if a set of several instances is probably too large for a transaction."""
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0

@@ -12,7 +12,7 @@ CHANGED = {
     'an end frees an old name': make_bug(_END, replace_call('copy_holdings', 'record'), 'renamed_beside_destroy'),
     'a destroy is not refused': make_bug(_DESTROY, drop_statement('require_unprotected'), 'protected_beside_destroy'),
     'an evacuation ignores a late protection': make_bug(_SETTLE, never('is_protected'), 'protected_beside_evacuation'),
-    'a change is taken back': make_bug(_REPUBLISH, never('changed'), 'renamed_and_restored'),
+    'a change is taken back': make_bug(_REPUBLISH, never('change_number'), 'renamed_and_restored'),
     'a change takes a stop back': make_bug(_REPUBLISH, drop_operand('power', place=1), 'changed_after_a_restore'),
     'an old name is published': make_bug(_REPUBLISH, replace_call('copy_changes', 'record'), 'changed_after_a_restore'),
 }

@@ -437,8 +437,8 @@ def test_earlier_power_action_is_not_repeated() -> None:
 
 
 def test_rebuild_that_was_begun_goes_on_after_a_change_in_an_older_etcd() -> None:
-    changed = replace(REQUESTED, name='renamed', changed=300)
-    remembered = replace(REQUESTED, rebuild=200, changed=200, image='http://new/')
+    changed = replace(REQUESTED, name='renamed', change_number=300)
+    remembered = replace(REQUESTED, rebuild=200, change_number=200, image='http://new/')
     for rebuilt, published in (('200:begun', replace(changed, rebuild=200, image='http://new/')), ('200', None)):
         entry = MemoryEntry(remembered, replace(WRITTEN, rebuilt=rebuilt))
         step = decide_republish(HERE, entry, True, EtcdView(changed, WRITTEN))

@@ -291,7 +291,7 @@ def decide_republish(compute: str, remembered: MemoryEntry, is_here: bool, view:
     if present is None and not is_here and 'started' in record.stages:  # neither its domain nor its disk is left
         return Drop()
     parsed = request if present is None else None
-    if present is not None and present.changed < request.changed:
+    if present is not None and present.change_number < request.change_number:
         # It was changed after the backup of this etcd, in which it may have been stopped or started since.
         parsed = replace(request, power=request.power or present.power)
     elif present is not None and present.rebuild < request.rebuild and not record.has_rebuilt(request.rebuild):
