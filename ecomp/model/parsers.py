@@ -25,19 +25,19 @@ def format_reason(error: object) -> str:
 
 
 def parse_part(name: str, parse: Parser, value: Any) -> Any:
-    """Parse a part of a value, whose name then begins the text of a ValueError."""
+    """Parse a part of a value, and begin the text of any ValueError with its name."""
     try:
         return parse(value)
     except ValueError as error:
         raise ValueError(f'{name[:MAX_QUOTED_CHARACTERS]}: {error}') from None
 
 
-def check(expected: str, is_valid: Callable[[Any], object], *, is_secret: bool = False) -> Parser:
-    """Make a parser that returns a valid value unchanged, and whose error quotes no secret."""
+def check(noun: str, is_valid: Callable[[Any], object], *, is_secret: bool = False) -> Parser:
+    """Make a parser that returns a valid value, or raises `expected <noun>, not <value>`."""
 
     def parse(value: Any) -> Any:
         if not is_valid(value):
-            raise ValueError(f'expected {expected}{"" if is_secret else f", not {quote(value)}"}')
+            raise ValueError(f'expected {noun}{"" if is_secret else f", not {quote(value)}"}')
         return value
 
     return parse
@@ -69,12 +69,12 @@ def one_of(choices: Collection[str]) -> Parser:
 
 def number(lowest: int, highest: int) -> Parser:
     """Make a parser of an int, not a bool, in this range."""
-    expected = f'a whole number from {lowest} to {highest}'
-    return check(expected, lambda value: type(value) is int and lowest <= value <= highest)
+    noun = f'a whole number from {lowest} to {highest}'
+    return check(noun, lambda value: type(value) is int and lowest <= value <= highest)
 
 
 def list_of(parse: Parser, lengths: Container[int] | None = None) -> Parser:
-    """Make a parser of a list, with one of these lengths, to a tuple."""
+    """Make a parser that returns a list of one of these lengths (None: any) as a tuple."""
     parse_list = check('a list', lambda value: isinstance(value, list) and (lengths is None or len(value) in lengths))
     return lambda value: tuple(parse_part(str(place), parse, item) for place, item in enumerate(parse_list(value)))
 

@@ -22,7 +22,7 @@ PARSED_PARAMETERS = ('resources', 'required', 'root_required', 'member_of', 'in_
 
 
 class UnsupportedQueryError(ValueError):
-    """A part of the query is not supported here, for the reason that ends a sentence."""
+    """The query cannot be parsed here, for a reason that is worded as the end of a sentence."""
 
 
 class Amount(NamedTuple):
@@ -105,13 +105,13 @@ def read_amounts(query: str) -> dict[str, int]:
 
 
 def replace_amounts(query: str, amounts: Mapping[str, int]) -> str:
-    """Return the query with these amounts in place of its own, or raise UnsupportedQueryError."""
+    """Return the query with amounts replaced or added, or raise UnsupportedQueryError."""
     new = ','.join(f'{name}:{amount}' for name, amount in {**read_amounts(query), **amounts}.items())
     return '&'.join([f'resources={new}', *(part for part in query.split('&') if not part.startswith('resources='))])
 
 
 def split_query(query: str) -> dict[str, str]:
-    """Return a query's amounts and other parameters, by name with the suffix of the group."""
+    """Return {class or parameter: text} of a query, each name with the suffix of its group."""
     parts: dict[str, str] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key.startswith('resources'):
@@ -127,7 +127,7 @@ def read_limit(query: str) -> str | None:
 
 
 def list_trees(query: str) -> set[str]:
-    """Return the providers that in_tree= names, in any group."""
+    """Return the uuids or names of providers in in_tree=, in any group."""
     if 'in_tree' not in query:
         return set()
     return {value.strip() for key, value in parse_qsl(query) if _find_parameter(key) == 'in_tree'}
@@ -144,7 +144,7 @@ def resolve_trees(query: str, resolve: Callable[[str], str]) -> str:
 
 
 def restrict_to_compute(query: str, compute: str) -> str:
-    """Restrict a query without `in_tree` to one compute."""
+    """Add in_tree= to a query without it, so that placement proposes only this compute."""
     # Without resources= placement refuses in_tree=, so then each granular group is restricted.
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
@@ -158,7 +158,7 @@ def split_restriction(query: str) -> tuple[str, str]:
 
 
 def exclude_disabled(query: str) -> str:
-    """Add NOT_DISABLED, unless the query names that trait or its root_required takes no other."""
+    """Add NOT_DISABLED, unless the query names DISABLED or its root_required is not extendable."""
     pairs = parse_qsl(query, keep_blank_values=True)
     trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
     if any(DISABLED in split_traits(value) for value in trait_values):
@@ -259,7 +259,7 @@ def check_query(query: str, needs_resources: bool = True, has_on_option: bool = 
 
 
 def parse_names(query: str) -> QueryNames:
-    """Return the names in a query that passed check_query(), also those of forbidden traits."""
+    """Return the classes and traits in a valid query, including forbidden traits."""
     classes, traits = set(), set()
     for key, value in parse_qsl(query):
         if _find_parameter(key) == 'resources':
@@ -275,6 +275,7 @@ def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names
 
 
 def _find_parameter(key: str) -> str | None:
+    """Return a parameter without the suffix of its group, or None if placement lacks it."""
     if key in OTHER_PARAMETERS:
         return key
     match = re.fullmatch(_PARAMETER_PATTERN, key)

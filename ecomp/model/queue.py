@@ -62,7 +62,7 @@ class QueueEntry(Order):
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
-    """Parse a queued request, or explain why it is malformed, so that no compute takes it."""
+    """Parse a queued request, or return why it is malformed, so that no compute takes it."""
     try:
         return _parse_entry(key, value)
     except ValueError as error:
@@ -153,6 +153,7 @@ class Backlog:
 
     @cached_property
     def flavors(self) -> Mapping[str, Flavor]:
+        """The flavors of the waiting requests, by query."""
         return {place.entry.flavor.query: place.entry.flavor for place in self.entries.values()}
 
     @cached_property
@@ -163,10 +164,10 @@ class Backlog:
 
 
 def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
-    """Return the backlog in `state`, the keys below /queues/, parsing only changed keys."""
+    """Return the backlog in `state`, the keys below /queues/, and parse only changed ones."""
 
-    def identify(stored: keys.StoredValue) -> tuple[int, int]:
-        return stored.revision, len(stored.value)  # a value that was dropped as too large has length 0
+    def identify(entry: keys.StoredValue) -> tuple[int, int]:
+        return entry.revision, len(entry.value)  # a value that was dropped as too large has length 0
 
     # Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
     old = previous.state
@@ -189,11 +190,11 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
     return Backlog(entries, takers, has_new, state, parsed)
 
 
-def _parse_content(key: str, stored: keys.StoredValue) -> WaitingEntry | str | None:
+def _parse_content(key: str, raw: keys.StoredValue) -> WaitingEntry | str | None:
     if keys.parse_queue_key(key) is not None:
-        entry = parse_queue_entry(key, stored.value)
-        return WaitingEntry(stored.revision, entry) if isinstance(entry, QueueEntry) else None
-    return decode_lenient(QueueTaker, stored.value).compute if key.endswith(keys.TAKER) else None
+        entry = parse_queue_entry(key, raw.value)
+        return WaitingEntry(raw.revision, entry) if isinstance(entry, QueueEntry) else None
+    return decode_lenient(QueueTaker, raw.value).compute if key.endswith(keys.TAKER) else None
 
 
 def can_take(flavor: Flavor, provider: Provider) -> bool:

@@ -25,15 +25,15 @@ AMOUNTS = dict_of(number(0, MAX_SUM))
 
 
 class ExceededLimit(NamedTuple):
-    """A limit that the requested amount would exceed."""
+    """A limit that another `amount` would exceed."""
 
     name: str
     limit: int
     used: int
-    requested: int
+    amount: int
 
     def __str__(self) -> str:
-        return f'{self.name}: limit {self.limit}, used {self.used}, requested {self.requested}'
+        return f'{self.name}: limit {self.limit}, used {self.used}, requested {self.amount}'
 
 
 @stored(1, 'quota', limits=AMOUNTS, used=AMOUNTS)
@@ -47,14 +47,15 @@ class Quota(NamedTuple):
     def list_excesses(self, charge: Mapping[str, int]) -> list[ExceededLimit]:
         limits, used = self.limits.items(), self.used
         excesses = (ExceededLimit(name, limit, used.get(name, 0), charge.get(name, 0)) for name, limit in limits)
-        return [excess for excess in excesses if excess.requested and excess.used + excess.requested > excess.limit]
+        return [excess for excess in excesses if excess.amount and excess.used + excess.amount > excess.limit]
 
     def count_allowed(self, charge: Mapping[str, int], count: int) -> int:
+        """Return how many of `count` instances, each with this charge, the limits allow."""
         numbers = range(count, 0, -1)
         return next((each for each in numbers if not self.list_excesses(multiply_amounts(charge, each))), 0)
 
     def add_used(self, charge: Mapping[str, int], sign: int = 1) -> Quota:
-        """Return the quota with `charge` added or subtracted, and its usage from 0 to MAX_SUM."""
+        """Return the quota after adding `sign` times `charge`, each amount kept from 0 to MAX_SUM."""
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
         limited = {name: min(max(amount, 0), MAX_SUM) for name, amount in sums.items()}
         return self._replace(used={name: limited[name] for name in sorted(limited) if limited[name]})
@@ -76,7 +77,7 @@ class Demand(Protocol):
 
 
 def sum_charges(project: str, demands: Iterable[Demand], read_record: Callable[[str], Record | None]) -> dict[str, int]:
-    """Return a project's usage by its requests, where the last one of an instance counts."""
+    """Sum what the requests of a project charge, counting the last one of each instance."""
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
         if isinstance(demand, Request) and demand.is_tombstone and demand.replaced_by:
@@ -106,13 +107,13 @@ def list_classes(quota: Quota) -> list[str]:
 
 
 def format_quota(quota: Quota) -> str:
-    """Return usage and limits, `VCPU 3/10, instances 3/5`, without usage that has no limit."""
+    """Return the limits with their usage, `VCPU 3/10, instances 3/5`, or `no limits`."""
     limited = [name for name in list_classes(quota) if name in quota.limits]
     return ', '.join(f'{name} {quota.used.get(name, 0)}/{quota.limits[name]}' for name in limited) or 'no limits'
 
 
 def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
-    """Parse limits like VCPU=10 and, for no limit, DISK_GB=none."""
+    """Parse limits like VCPU=10 and DISK_GB=none (no limit), or raise ValueError."""
     limits: dict[str, int | None] = {}
     for word in arguments:
         name, _, text = word.partition('=')
