@@ -410,7 +410,7 @@ def explain_no_address(record: Record) -> str:
     """Return why an instance has no address: its failure, or what it waits for."""
     if record.state == ERROR:
         return describe_failure(record)
-    reserved = record.addresses[0].expected if record.addresses else None
+    reserved = record.addresses[0].reservation if record.addresses else None
     expected = f' ({reserved} is expected)' if reserved and record.state in (BUILDING, ACTIVE) else ''
     return f'{record.instance}: no address yet: {record.state}, waiting for {describe_wait(record)}{expected}'
 
@@ -427,8 +427,8 @@ def _format_boot(boot: boots.Boot) -> str:
 
 def _format_interface(interface: Interface) -> str:
     where = f'{interface.mac} on {interface.network}' + (f', by {interface.source}' if interface.source else '')
-    address_text = interface.address or (f'{interface.expected} expected' if interface.expected else 'no address yet')
-    return f'{address_text} ({where})'
+    expectation = f'{interface.reservation} expected' if interface.reservation else 'no address yet'
+    return f'{interface.address or expectation} ({where})'
 
 
 def _record_to_dict(record: Record, computes: Computes, absences: Absences) -> dict[str, object]:

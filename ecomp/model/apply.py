@@ -147,7 +147,7 @@ def _plan_entry(
             renaming = f'name: {current.name or "none"} → {name}'
             reasons.insert(0, f'{renaming}. Try: eschedule rename {current.name or record.instance} {name}')
             may_replace = False
-        elif not reasons and not (request and record.has_failed(request.resize)):
+        elif not reasons and not (request and record.has_resize_failed(request.resize)):
             return Action(entry, shown_name, KEEP, record.instance, record.state)
         elif not reasons:
             reasons, can_resize, may_replace = [record.fault or 'its resize has failed'], True, False

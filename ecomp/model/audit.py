@@ -456,10 +456,10 @@ def _find_reservation_problems(world: World, record: Record) -> Iterator[Finding
     reserved, compute = world.reservations.get(record.instance, {}), record.compute
     for interface in record.addresses:
         address = reserved.get(interface.mac)
-        if interface.expected is not None and address != interface.expected:
+        if interface.reservation is not None and address != interface.reservation:
             code = 'reservation-missing' if address is None else 'reservation-differs'
             held = f'compute {compute} reserves {address or "no address"} for the instance'
-            sentence = f'its record expects {interface.expected} on network {interface.network}, but {held}'
+            sentence = f'its record expects {interface.reservation} on network {interface.network}, but {held}'
             yield Finding(code, record.instance, sentence, compute)
 
 

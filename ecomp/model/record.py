@@ -47,25 +47,25 @@ from ecomp.model.user_data import GuestFailure, parse_host_keys
 # The fault of an instance whose destroy `host forget` completes: if the host was only cut off, its domain still runs.
 UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
 
-_OPTIONAL_TEXT = optional(TEXT)
+_OPTIONAL = optional(TEXT)
 # The `rebuilt` of a record is the number of a rebuild that is done or has failed, or, with this, of one under way.
 BEGUN = ':begun'
 _REBUILT = check('a number', lambda value: isinstance(value, str) and re.fullmatch(f'[0-9]{{1,16}}({BEGUN})?', value))
 
 
-@stored(network=TEXT, mac=TEXT, address=_OPTIONAL_TEXT, source=_OPTIONAL_TEXT, expected=_OPTIONAL_TEXT)
+@stored(network=TEXT, mac=TEXT, address=_OPTIONAL, source=_OPTIONAL, reservation=optional(TEXT, name='expected'))
 class Interface(NamedTuple):
     """An interface of a guest on a libvirt network or a bridge of the host.
 
-    `address` is None until it is known. `source` is where it was seen: lease, arp or agent. `expected` is the address
-    that the network's DHCP reserves before the guest boots, or None.
+    `address` is None until it is known. `source` is where it was seen: lease, arp or agent. `reservation` is the
+    address that the network's DHCP reserves before the guest boots, or None.
     """
 
     network: str
     mac: str
     address: str | None = None
     source: str | None = None
-    expected: str | None = None
+    reservation: str | None = None
 
 
 @stored(stage=TEXT, reason=TEXT, cleaned=TEXT)
@@ -109,7 +109,7 @@ _ALWAYS_WRITTEN = (
     *('instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses', 'console'),
     *('stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
 )
-_FIELDS = dict.fromkeys(_ALWAYS_WRITTEN, _OPTIONAL_TEXT) | {name: ORDER_FIELDS[name] for name in RECORDED_FIELDS}
+_FIELDS = dict.fromkeys(_ALWAYS_WRITTEN, _OPTIONAL) | {name: ORDER_FIELDS[name] for name in RECORDED_FIELDS}
 _FIELDS |= {
     'instance': Field(UUID),
     'compute': Field(check("a uuid or ''", lambda compute: compute == '' or keys.is_uuid(compute))),
@@ -189,15 +189,15 @@ class Record(Order):
 
     @property
     def sizes(self) -> list[Resources]:
-        """The amounts that its domain may have."""
+        """The sizes that its domain may have: the current one, and that of a pending resize."""
         return [self.resources, *([self.resize.resources] if self.resize else [])]
 
     @property
     def address(self) -> str | None:
         return self.addresses[0].address if self.addresses else None
 
-    def has_failed(self, resize: Resize | None) -> bool:
-        """Return whether its domain could not be given this size."""
+    def has_resize_failed(self, resize: Resize | None) -> bool:
+        """Return whether the domain could not be given this size."""
         return resize is not None and self.resize == resize._replace(resources={})
 
     def has_rebuilt(self, number: int) -> bool:
@@ -211,7 +211,7 @@ CHANGEABLE = ('name', 'is_protected', 'query')
 
 
 def copy_changes(record: Record, request: Request) -> Record:
-    """Return the record with what its user has changed since."""
+    """Return the record with the request's values of the CHANGEABLE fields."""
     # A request of 2019 has neither name nor query.
     changes = {name: value for name in CHANGEABLE if (value := getattr(request, name)) is not None}
     # Each plan asks this of each instance, and a copy takes twenty times as long.
@@ -220,11 +220,12 @@ def copy_changes(record: Record, request: Request) -> Record:
 
 
 def copy_holdings(record: Record, request: Request) -> Record:
-    """Return the record with what its request holds, which the end of the instance releases."""
+    """Return the record with the request's name and resources, for the end to release them."""
     return replace(copy_changes(record, request), resources=request.resources or record.resources)
 
 
 def make_record(compute: str, request: Request, now: str) -> Record:
+    """Make the first record of a request, in state scheduled."""
     fields = request.copy_recorded_fields(resources=request.resources, why=request.why)
     # It is built from what is requested now. Of a guest that is there, a lost record does not tell what was done.
     fields |= {'rebuilt': str(request.rebuild)} if request.rebuild else {}
@@ -240,6 +241,7 @@ def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Reco
 
 
 def make_scheduled_record(key: str, value: bytes) -> Record:
+    """Return the record to show for a request without one, with a fault if it is malformed."""
     compute, instance = key.split('/')[-2:]
     request = parse_request(compute, key, value)
     if isinstance(request, InvalidRequest):
@@ -250,7 +252,7 @@ def make_scheduled_record(key: str, value: bytes) -> Record:
 def plan_drain(
     records: Mapping[str, Record | None], powers: Mapping[str, PowerAction | None], changed_guests: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return which guests of a drained host to stop now, and which ones will be off later."""
+    """Return which guests of a drained host to stop now, and which are to be waited for."""
     to_stop, to_await = [], []
     for instance, record in records.items():
         power = powers.get(instance)
@@ -281,7 +283,7 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 
 def parse_or_none(value: bytes | None, instance: str | None = None, compute: str | None = None) -> Record | None:
-    """Parse a record as from_json() does, but return None if that fails."""
+    """Parse a record as from_json() does, but return None if it is malformed or `value` is None."""
     try:
         return from_json(value, instance, compute) if value is not None else None
     except ValueError:
@@ -318,6 +320,6 @@ def describe_failure(record: Record) -> str:
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
-    """Return, in cloud-init's words, why the guest of an instance will never be ready."""
+    """Return cloud-init's reason why the guest of an instance will never be ready."""
     failure = f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}'
     return f'{make_printable(failure)}; the guest keeps running'

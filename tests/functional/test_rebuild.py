@@ -129,7 +129,8 @@ class Rebuilt:
     def require_holdings(self) -> None:
         assert self.cloud.server.read_allocations(self.instance) == {self.toy.compute: SMALL}
         assert self.host.list_reservations() == self.reservations
-        assert [each.expected for each in self.record.addresses] == [each.expected for each in self.before.addresses]
+        reservations = [each.reservation for each in self.before.addresses]
+        assert [each.reservation for each in self.record.addresses] == reservations
         assert self.record.name == 'web1'
 
     def require_done(self, number: int, image: str = OTHER) -> None:

@@ -264,7 +264,7 @@ def test_address_is_expected_until_the_guest_has_it() -> None:
     mac = '52:54:00:00:00:01'
     rows = {
         f'no address yet ({mac} on br0)': Interface('br0', mac),
-        f'10.0.0.1 expected ({mac} on default)': Interface('default', mac, expected='10.0.0.1'),
+        f'10.0.0.1 expected ({mac} on default)': Interface('default', mac, reservation='10.0.0.1'),
         f'10.0.0.1 ({mac} on default, by lease)': Interface('default', mac, '10.0.0.1', 'lease', '10.0.0.1'),
         f'10.0.0.9 ({mac} on br0, by arp)': Interface('br0', mac, '10.0.0.9', 'arp'),
     }

@@ -56,15 +56,15 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Coll
         if remembered.record.state not in (ACTIVE, STOPPED) or (instances is not None and instance not in instances):
             continue  # its build or destroy changes the reservations
         for nic in remembered.record.addresses:
-            if nic.expected is None or reservations.get(nic.mac) == ReservedAddress(instance, nic.expected):
+            if nic.reservation is None or reservations.get(nic.mac) == ReservedAddress(instance, nic.reservation):
                 continue
             try:
-                ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.expected)
+                ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.reservation)
             except BuildFailed as error:
-                log.warning('instance %s: cannot reserve address %s again: %s', instance, nic.expected, error.reason)
+                log.warning('instance %s: cannot reserve address %s again: %s', instance, nic.reservation, error.reason)
             else:
                 text = 'instance %s: the reservation of address %s on network %s was missing; reserved %s'
-                log.warning(text, instance, nic.expected, nic.network, ip)
+                log.warning(text, instance, nic.reservation, nic.network, ip)
 
 
 def find_abandoned_parts(state: Path) -> dict[str, str]:

@@ -301,7 +301,7 @@ class Instances:
         assert request.image is not None  # parse_request() rejects allocations without an image
         spec = self.template.make_spec(self.compute, request)
         attempt.record = record = self._reserve_addresses(attempt.record, spec)
-        spec = replace(spec, reserved_addresses=tuple(interface.expected for interface in record.addresses))
+        spec = replace(spec, reserved_addresses=tuple(interface.reservation for interface in record.addresses))
         self.guest_data.write(load_user_data(self.store, request), spec.macs, self.memory.get_entries)
         failpoint('seeded')
         if self.template.make_seed is not None:
@@ -621,7 +621,7 @@ class Instances:
         interfaces, earlier = [], {interface.mac: interface for interface in record.addresses}
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
-            interfaces.append(earlier.get(mac, Interface(name, mac))._replace(network=name, expected=reserved))
+            interfaces.append(earlier.get(mac, Interface(name, mac))._replace(network=name, reservation=reserved))
         failpoint('reserved')
         return replace(record, addresses=tuple(interfaces))
 

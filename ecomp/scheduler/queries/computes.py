@@ -263,4 +263,4 @@ def find_host_name(store: Store, record: Record) -> str:
 
 
 def _is_behind_host(interface: Interface) -> bool:
-    return interface.source == 'lease' or interface.expected is not None
+    return interface.source == 'lease' or interface.reservation is not None
