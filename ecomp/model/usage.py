@@ -19,7 +19,7 @@ MIN_SECONDS = 0.1
 
 
 def parse_answer(value: bytes) -> Measurement:
-    """Parse the amounts in {"used": {HOST or instance: {name: amount}}}."""
+    """Parse {"used": {HOST or instance: {name: amount}}}, or raise ValueError with its error."""
     data = load_object(value)
     if not isinstance(data.get('used'), dict):
         raise ValueError(format_reason(data.get('error', 'its answer is malformed')))
@@ -31,8 +31,8 @@ def _parse_amounts(data: Any) -> Amounts:
     return {name: amount for name, amount in items if type(amount) in (int, float) and 0 <= amount < 2**64}
 
 
-def compute_use(before: Measurement, after: Measurement) -> Measurement:
-    """Return `after`, with the rate of each counter that is known twice and did not fall."""
+def add_rates(before: Measurement, after: Measurement) -> Measurement:
+    """Return `after` with the rate of each counter that both have and that did not decrease."""
     seconds = after.get(HOST, {}).get('seconds', 0) - before.get(HOST, {}).get('seconds', math.inf)
     return {name: {**used, **_compute_rates(before.get(name, {}), used, seconds)} for name, used in after.items()}
 

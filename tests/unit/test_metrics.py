@@ -35,7 +35,7 @@ from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.host import Computes
 from ecomp.model.record import Record
 from ecomp.model.states import ACTIVE, BUILDING, STOPPED
-from ecomp.model.usage import HOST, Measurement, compute_use, parse_answer
+from ecomp.model.usage import HOST, Measurement, add_rates, parse_answer
 from ecomp.scheduler.operations.usage import Use
 from ecomp.virt import domains
 from ecomp.virt.domains import _read_usage, parse_usage
@@ -486,7 +486,7 @@ def make_measurement(seconds: float, cpu: float, **guests: Mapping[str, float]) 
 def test_rate_is_the_increase_of_a_counter_by_the_time_in_between() -> None:
     before = make_measurement(100, 50, web={'vcpu_seconds_total': 1, 'disk_read_bytes_total': 4096})
     used = {'vcpu_seconds_total': 2.5, 'disk_read_bytes_total': 4096, 'resident_memory_bytes': 7}
-    after = compute_use(before, make_measurement(102, 53, web=used))
+    after = add_rates(before, make_measurement(102, 53, web=used))
     assert after[HOST]['cpu_seconds_per_second'] == 1.5
     assert after['web'] | used == after['web']
     assert after['web']['vcpu_seconds_per_second'] == 0.75
@@ -507,13 +507,13 @@ INCOMPARABLE_MEASUREMENTS = {
 
 @pytest.mark.parametrize('before', INCOMPARABLE_MEASUREMENTS.values(), ids=INCOMPARABLE_MEASUREMENTS)
 def test_rate_without_two_comparable_values_is_unknown(before: Measurement) -> None:
-    used = compute_use(before, make_measurement(102, 53, web={'vcpu_seconds_total': 2.5, 'resident_memory_bytes': 7}))
+    used = add_rates(before, make_measurement(102, 53, web={'vcpu_seconds_total': 2.5, 'resident_memory_bytes': 7}))
     assert 'vcpu_seconds_per_second' not in used['web']
     assert used['web']['resident_memory_bytes'] == 7
 
 
 def test_use_of_a_silent_compute_is_empty() -> None:
-    assert compute_use(make_measurement(100, 50), {}) == {}
+    assert add_rates(make_measurement(100, 50), {}) == {}
 
 
 def test_answer_is_parsed_without_malformed_amounts() -> None:

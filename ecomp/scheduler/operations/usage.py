@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ecomp.model import keys
 from ecomp.model.host import Computes
-from ecomp.model.usage import Measurement, compute_use, parse_answer
+from ecomp.model.usage import Measurement, add_rates, parse_answer
 from ecomp.scheduler.operations.audit import ask, wait_for_answers
 from ecomp.scheduler.queries.computes import read_computes
 from ecomp.store.client import Store
@@ -58,6 +58,6 @@ class UseReader:
                 reasons[compute] = 'its ecompute does not answer: it is frozen, was just killed, or is too old'
             except ValueError as error:
                 reasons[compute] = str(error)
-        used = {compute: compute_use(self._before.get(compute, {}), answers.get(compute, {})) for compute in computes}
+        used = {compute: add_rates(self._before.get(compute, {}), answers.get(compute, {})) for compute in computes}
         self._before = answers
         return Use(known, used, reasons)
