@@ -19,7 +19,7 @@ NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 
 
 def find_similar(word: str, candidates: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
-    """Return the most similar candidate, ignoring case, but never the opposite of the word."""
+    """Return the most similar candidate, except opposites of the word, or None if none is close."""
     import difflib  # imported here because only a mistyped word needs it
 
     typed = word[:MAX_COMPARED_CHARACTERS].lower()
@@ -33,8 +33,8 @@ def _are_opposites(one: str, other: str) -> bool:
     """Return whether two words are more alike without a negating prefix: --wait, --no-wait."""
     from difflib import SequenceMatcher
 
-    def measure(left: str, right: str) -> float:
-        return SequenceMatcher(None, left, right.lstrip('-')).ratio()
+    def measure(first: str, second: str) -> float:
+        return SequenceMatcher(None, first, second.lstrip('-')).ratio()
 
     pairs = ((one.lstrip('-'), other), (other.lstrip('-'), one))
     return any(measure(re.sub(NEGATION_PATTERN, '', left), right) > measure(left, right) for left, right in pairs)
@@ -88,7 +88,7 @@ def check_plain_name(text: str, kind: str) -> str:
 
 
 def parse_uuid_prefix(text: str) -> str | None:
-    """Return a uuid's prefix in lower case and dashed, or None if the text is no such prefix."""
+    """Return a prefix of a uuid in lower case with dashes, or None if the text is not one."""
     digits = text.lower().replace('-', '')
     if not MIN_PREFIX_DIGITS <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None
@@ -113,7 +113,7 @@ def make_lines_printable(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """Return the text with each line made printable, and none cut off: it is data."""
+    """Return the text with unprintable characters escaped, and its lines uncut."""
     return '\n'.join(map(escape_characters, text.split('\n')))
 
 
@@ -143,5 +143,5 @@ def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
 
 
 def format_time(now: datetime) -> str:
-    """Format a time, local if it is naive, in ISO 8601, UTC, with milliseconds."""
+    """Format a time in ISO 8601, in UTC, with milliseconds, taking a naive one as local."""
     return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')

@@ -39,7 +39,7 @@ def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
 
 
 def check_trait(name: str) -> str:
-    """Return a trait if it is in os-traits or begins with CUSTOM_, and is none of STATUS_TRAITS."""
+    """Return a trait of os-traits or CUSTOM_…, or raise ValueError, also for STATUS_TRAITS."""
     if name in STATUS_TRAITS:
         raise ValueError('is not allowed here. Fix: use `eschedule host drain`, which sets it')
     if name.startswith(CUSTOM_PREFIX):

@@ -34,7 +34,7 @@ def encode_trouble(reasons: Sequence[str]) -> str | None:
 
 
 def parse_trouble(value: bytes) -> Trouble:
-    """Parse a value that any compute may have written, taking a malformed one for a trouble."""
+    """Parse a value, or return a trouble with the reason MALFORMED if it is malformed."""
     try:
         return decode(Trouble, value) if len(value) <= MAX_BYTES else Trouble((MALFORMED,))
     except ValueError:
@@ -57,7 +57,7 @@ class BuildFailure(NamedTuple):
 
 
 def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:
-    """Return a reason if builds of two images failed shortly after each other, or None."""
+    """Return a reason if builds of two images failed within BUILD_FAILURE_SECONDS, or None."""
     for last in reversed([each for each in failures if now - each.failed_at < BUILD_FAILURE_SECONDS]):
         images = {each.image for each in failures if abs(each.failed_at - last.failed_at) < BUILD_FAILURE_SECONDS}
         if len(images) > 1:

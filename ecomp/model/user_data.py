@@ -37,15 +37,15 @@ class GuestFailure(NamedTuple):
 
 def parse_host_keys(value: object) -> tuple[str, ...]:
     """Return the first MAX_HOST_KEYS valid keys of HOST_KEY_TYPES, without comments."""
-    accepted: dict[str, None] = {}
+    host_keys: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= MAX_HOST_KEY_CHARACTERS else ['']
         try:
             if fields and fields[0] in HOST_KEY_TYPES:
-                accepted[parse_public_key(fields)] = None
+                host_keys[parse_public_key(fields)] = None
         except ValueError:
             continue
-    return tuple(accepted)[:MAX_HOST_KEYS]
+    return tuple(host_keys)[:MAX_HOST_KEYS]
 
 
 @stored(host_keys=optional(parse_host_keys), failure=lenient(nested(GuestFailure)))
@@ -78,7 +78,7 @@ def encode_user_data(data: bytes) -> str:
 
 
 def parse_user_data(text: Any) -> bytes:
-    """Decode base64, with errors that do not quote what may be secret."""
+    """Decode base64, or raise a ValueError that does not quote what may be secret."""
     try:
         decoded = binascii.a2b_base64(text, strict_mode=True) if isinstance(text, str) else b''
     except ValueError:
@@ -109,7 +109,7 @@ class SharedUserData(NamedTuple):
 
 
 def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
-    """Return the user-data in a set's key, if it is valid and has the SHA-256 in the key."""
+    """Return the user-data of a set, or raise ValueError if malformed or of another SHA-256."""
     import hashlib
 
     data = decode(_UserData, value).user_data
@@ -137,7 +137,7 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def unpack_user_data(data: bytes) -> bytes | None:
-    """Unpack user-data if it is gzip of at most MAX_UNPACKED_BYTES, or return None if corrupt."""
+    """Unpack gzip, or return None if it is corrupt, and other or too large data unchanged."""
     if not data.startswith(GZIP_MAGIC):
         return data
     import gzip  # loaded late: few users pass gzip
@@ -161,7 +161,7 @@ def is_unknown_user_data(data: bytes) -> bool:
 
 
 def parse_public_keys(data: bytes) -> tuple[str, ...]:
-    """Return the OpenSSH public keys in a file, each once, if all lines are valid."""
+    """Return the OpenSSH public keys in a file, each once, or raise ValueError for a bad line."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -179,7 +179,7 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
 
 
 def parse_public_key(fields: list[str]) -> str:
-    """Join type, base64 and comment to a valid OpenSSH public key."""
+    """Join type, base64 and comment to an OpenSSH public key, or raise ValueError."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key. Fix: give the public key, whose file ends in .pub')
