@@ -70,7 +70,7 @@ DEFAULT_REACH = ReachCommand(('ssh', HOST_PLACEHOLDER))
 
 
 def parse_reach(text: str) -> ReachCommand:
-    """Parse `reach`, a shell command that has HOST_PLACEHOLDER after its first word."""
+    """Parse a command with HOST_PLACEHOLDER after its first word, or raise ValueError."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -81,7 +81,7 @@ def parse_reach(text: str) -> ReachCommand:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether text is an RFC 1123 name or IPv4 address, so not like an option."""
+    """Return whether a text is an RFC 1123 name or an IPv4 address, and so no option of ssh."""
     return re.fullmatch(_HOST_NAME, text) is not None
 
 
@@ -92,7 +92,7 @@ def check_user(text: str) -> str:
 
 
 def parse_console_path(instance: str, console: str) -> str:
-    """Return the path in a record's `console`, `<host>:<file>`, if computes keep consoles there."""
+    """Return the file in `console`, `<host>:<file>`, or raise ValueError if it is no console."""
     assert keys.is_uuid(instance)
     # Computes keep consoles there, and records must not name other files.
     path = console.partition(':')[2]
@@ -102,14 +102,14 @@ def parse_console_path(instance: str, console: str) -> str:
 
 
 def make_tail_command(path: str, lines: int | None, follow: bool) -> list[str]:
-    """Return the command to print a console's last lines (None: all), and to `follow` it."""
+    """Return the command that prints a console's last lines (None: all), and may `follow` it."""
     return ['sh', '-c', TAIL_SCRIPT, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
 
 
 def make_ssh_options(
     instance: str, known_hosts: str, proxy: Sequence[str] | None, host_key_checking: str = 'yes'
 ) -> dict[str, str]:
-    """Return the options with which ssh accepts only the guest's keys in `known_hosts`."""
+    """Return the options with which ssh accepts only the guest's keys in a `known_hosts` file."""
     # Source: ssh_config(5).
     return {
         'HostKeyAlias': instance,
@@ -128,7 +128,7 @@ def make_ssh_options(
 
 
 def quote_remote_command(command: Sequence[str]) -> list[str]:
-    """Return ssh's arguments for a command: one word is shell text, and several are quoted."""
+    """Return ssh's arguments for a command: one word unchanged, as shell text, several quoted."""
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 

@@ -85,7 +85,6 @@ SHARED_PERMISSIONS = frozenset(map(make_prefix_permission, _SHARED))
 
 
 def list_compute_permissions(compute: str) -> Permissions:
-    """Return the shared permissions, and those to write the keys with the compute's uuid."""
     own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES))
     published = (keys.facts, keys.troubles, keys.findings, keys.foreign, keys.usage)
     alone = (Permission(WRITE, key(compute)) for key in (keys.compute, keys.hostname, keys.acceptance, *published))
@@ -138,7 +137,7 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return the computes whose own presence key no role may write, by exactly this key."""
+    """Return the computes for whose presence key, by itself, no role has a WRITE permission."""
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 

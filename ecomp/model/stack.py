@@ -104,7 +104,7 @@ class Stack(NamedTuple):
         return Place(self.name, member, int(number), self.epoch, incarnation or previous + 1)
 
     def list_instances(self) -> dict[str, str]:
-        """Return the uuid of each entry's last delivered instance, which may be gone."""
+        """Return {entry: uuid} of the last delivered instances, which may be gone."""
         return {name: self.make_place(name, entry.incarnation).instance for name, entry in self.entries.items()}
 
     def with_delivered(self, computes: Mapping[Place, str]) -> Stack:
@@ -119,7 +119,7 @@ class Stack(NamedTuple):
 
 
 def restore_stack(name: str, places: Mapping[Place, str], floor: int) -> Stack | None:
-    """Restore a lost key from the {place: compute} of the requests of the stack, if any."""
+    """Return a stack whose key was lost, from {place: compute} of its requests, or None."""
     # The incarnations of instances that are gone are unknown, so `floor` is a random number up to MAX_FLOOR. Of
     # different epochs that of the most requests counts: the others are not of this stack.
     by_epoch: dict[str, Stack] = {}

@@ -22,12 +22,12 @@ Names = frozenset[str]
 
 
 def merge_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
-    """Return `desired`, and those names of `current` that are not `managed`."""
+    """Return the `desired` names, and those `current` names that are not `managed`."""
     return frozenset((current - (managed - desired)) | desired)
 
 
 def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
-    """Return what merge_names() manages: `desired`, without the unmanaged names of `current`."""
+    """Return the `desired` names that are `managed`, or not yet in `current`."""
     return frozenset(desired & (managed | (desired - current)))
 
 

@@ -16,7 +16,7 @@ COMPACT = (',', ':')
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value as JSON has it, with stored values as dicts and tuples as lists."""
+    """Return the value for dump(), with stored values as dicts and tuples as lists."""
     if type(value) in CODECS:
         return to_dict(value)
     if isinstance(value, Mapping):
@@ -89,27 +89,27 @@ def stored(
     return register
 
 
-def decode(kind: type[T], value: bytes, **given: Any) -> T:
-    """Parse a stored value, with the fields `given` in its key, or raise ValueError."""
+def decode(kind: type[T], value: bytes, **key_fields: Any) -> T:
+    """Parse a stored value, with the fields that its key holds, or raise ValueError."""
     codec = CODECS[kind]
     try:
         data = load_object(value)
         require_version(data, codec.version, codec.noun)
-        return parse_fields(kind, data, **given)
+        return parse_fields(kind, data, **key_fields)
     except ValueError as error:
         raise ValueError(format_reason(error)) from error
 
 
-def decode_at(key: str, kind: type[T], value: bytes, **given: Any) -> T:
+def decode_at(key: str, kind: type[T], value: bytes, **key_fields: Any) -> T:
     """Parse the value of a key as decode() does, but raise Unreadable, which names the key."""
     try:
-        return decode(kind, value, **given)
+        return decode(kind, value, **key_fields)
     except ValueError as error:
         raise Unreadable(key, error) from error
 
 
 def decode_lenient(kind: type[T], value: bytes) -> T:
-    """Parse a value of lenient fields, of any version."""
+    """Parse a value of lenient fields and any version, with defaults for malformed parts."""
     return parse_fields(kind, load_object_or_empty(value))
 
 
@@ -133,9 +133,9 @@ def require_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
         raise ValueError(f'format version {repr(version)[:40]} of the {noun} is not supported: {known}')
 
 
-def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
-    """Parse the fields of a stored value from a JSON object."""
-    values, data = dict(given), {**data, **given}
+def parse_fields(kind: type[T], data: Mapping[str, Any], **key_fields: Any) -> T:
+    """Parse the fields of a stored value from a JSON object, or raise ValueError."""
+    values, data = dict(key_fields), {**data, **key_fields}
     for name, field in CODECS[kind].fields.items():
         value = data.get(field.name)
         if value is None and field.is_optional:
