@@ -160,14 +160,17 @@ class World:
 
     @cached_property
     def metadata(self) -> Mapping[str, Collection[str]]:
+        """The MACs of the metadata files of each instance."""
         return _regroup((name, mac, mac) for mac, name in self.planes.facts.metadata.items())
 
     @cached_property
     def reservations(self) -> Mapping[str, Mapping[str, str]]:
+        """The DHCP reservations, {instance: {MAC: address}}."""
         return _regroup((each.instance, mac, each.address) for mac, each in self.planes.facts.reservations.items())
 
     @cached_property
     def allocations(self) -> Mapping[str, Mapping[str, Resources]]:
+        """The allocations that were read, {consumer: {provider: amounts}}."""
         by_provider = ((name, state.allocations or {}) for name, state in self.planes.providers.items())
         return _regroup((consumer, name, claims[consumer]) for name, claims in by_provider for consumer in claims)
 
@@ -186,7 +189,7 @@ class World:
 
     @cached_property
     def settled(self) -> list[Record]:
-        """The records of the `judged` instances that live and are not in work."""
+        """The records of the `judged` instances that live and are not being built or destroyed."""
         living = filter(self.is_living, self.judged)
         return [self.records[instance] for instance in living if not self.is_in_work(instance)]
 
@@ -198,7 +201,7 @@ class World:
         return {name: each for name, each in providers.items() if name in visible and each.allocations is not None}
 
     def list_live_requests(self, instance: str) -> dict[str, Request]:
-        """Return {compute: request} without malformed requests and tombstones."""
+        """Return {compute: request} of the valid requests that are no tombstones."""
         requests = self.requests_by_compute.get(instance, {})
         return {name: each for name, each in requests.items() if isinstance(each, Request) and not each.is_tombstone}
 
@@ -276,6 +279,7 @@ class World:
         return host.get_absent_state({'VCPU': Inventory(vcpu.get('total', 0), vcpu.get('reserved', 0))} if vcpu else {})
 
     def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
+        """Return the values below a prefix by name, with its error in place of a malformed one."""
         values: dict[str, Parsed | str] = {}
         for key, entry in self.select_prefix(prefix).items():
             name = key.removeprefix(prefix)
