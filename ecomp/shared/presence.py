@@ -81,10 +81,10 @@ class Presence:
         self._is_due = threading.Event()
         self._wake_event = threading.Event()
         self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
 
     def check(self) -> None:
-        """Wait as start() does, and raise its errors but NoSpace, without writing the key."""
+        """Wait and raise errors as start() would, except NoSpace, but do not write the key."""
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.
@@ -95,7 +95,7 @@ class Presence:
         self._value = {**self._value, **fields}
 
     def publish(self, key: str, value: str | None, is_urgent: bool = False) -> None:
-        """Keep a value at another key on our lease, or have no such key for None.
+        """Keep a value at another key on our lease or, if it is None, keep that key absent.
 
         Any thread may call this. A change is written with the next renewal, or now if it `is_urgent`.
         """
@@ -113,7 +113,7 @@ class Presence:
             Conflict: the key has another owner.
         """
         self._wait_for_earlier_boot()
-        self._publish()
+        self._put_key()
         self._start_thread()
 
     @property
@@ -127,14 +127,14 @@ class Presence:
             self._wake_event.set()
 
     def on_computes(self, state: Mapping[str, Entry]) -> None:
-        """Check the key if it is not as it was put, as a follower's callback."""
+        """Schedule a check if a follower's `state` has not the revision that was put."""
         entry = state.get(self._key)
         if self._revision and (entry is None or entry.revision != self._revision):
             self.schedule_check()
 
     def stop(self) -> None:
-        """Stop, and delete the keys with their lease."""
-        self._stopped.set()
+        """Stop the thread, and delete the keys with their lease unless etcd is away."""
+        self._stop_event.set()
         self._wake_event.set()
         if self._thread is not None:
             self._thread.join()
@@ -148,7 +148,7 @@ class Presence:
 
     def renew_and_check(self, is_renewal_due: bool = True) -> None:
         """Renew the lease, and check the key if that is due, without raising an error."""
-        if self._stopped.is_set():
+        if self._stop_event.is_set():
             return
         start, is_due = time.monotonic(), self._is_due.is_set()
         if is_due:  # else a set() in the meantime would be lost
@@ -194,7 +194,7 @@ class Presence:
 
     def _run(self) -> None:
         next_renewal = time.monotonic() + LEASE_SECONDS / 3
-        while not self._stopped.is_set():
+        while not self._stop_event.is_set():
             self._wake_event.wait(max(next_renewal - time.monotonic(), 0.0))
             self._wake_event.clear()
             is_due = time.monotonic() >= next_renewal
@@ -202,6 +202,7 @@ class Presence:
             self.renew_and_check(is_due)
 
     def _detect_lapse(self) -> bool:
+        """Return whether etcd answers but lets the lease expire, and report that loss once."""
         if time.monotonic() - self._renewed_at <= LEASE_SECONDS or self._is_lapsed:
             return self._is_lapsed
         with suppress(Exception):  # or the thread would end
@@ -221,7 +222,7 @@ class Presence:
         if is_due:
             self._is_due.set()
 
-    def _ensure_granted(self) -> int:
+    def _ensure_lease(self) -> int:
         with self._grant_lock:
             now = time.monotonic()
             is_old = now - self._renewed_at > LEASE_SECONDS / 2
@@ -232,31 +233,31 @@ class Presence:
             return self._granted
 
     def ensure_published(self) -> None:
-        """Put the key if it has changed, and what is published beside it."""
+        """Put the key if it has changed, then the other keys, and report loss and recovery."""
         attached = self._attached
         # Also what was published, because a write whose answer was lost may arrive after a later one.
-        stored = self._store.read([self._key, *attached])
+        entries = self._store.read([self._key, *attached])
         try:
-            entry = self._require_ours(stored.get(self._key))
+            entry = self._require_ours(entries.get(self._key))
             if entry is None or entry.revision != self._revision:
                 log.info('%s was deleted or overwritten: writing it again', self._key)
-                self._publish()
+                self._put_key()
         except Conflict as error:
             self._report_loss(str(error))
         else:
             if self._is_lost:
                 self._is_lost = False
                 self._on_back()
-            self._write_attached(attached, stored)
+            self._write_attached(attached, entries)
 
     def _report_loss(self, reason: str) -> None:
         if not self._is_lost:
             self._is_lost = True
             self._on_lost(reason)
 
-    def _write_attached(self, attached: Mapping[str, str | None], stored: Mapping[str, Entry]) -> None:
+    def _write_attached(self, attached: Mapping[str, str | None], entries: Mapping[str, Entry]) -> None:
         for key, value in attached.items():
-            entry = stored.get(key)
+            entry = entries.get(key)
             if (entry and (entry.value, entry.lease)) == (None if value is None else (value.encode(), self._lease_id)):
                 continue
             operation = Delete(key) if value is None else Put(key, value, self._lease_id)
@@ -269,7 +270,7 @@ class Presence:
                     log.warning('%s is not published: %s', key, error)
                 self._denied.add(key)
 
-    def _record_revision(self, revision: int) -> None:
+    def _set_fence(self, revision: int) -> None:
         self._revision = revision
         self._store.fence = Fence(Unchanged(self._key, revision), self.schedule_check)
 
@@ -282,10 +283,10 @@ class Presence:
             # A lease that does not expire belongs to a copy of the state directory.
             if time.monotonic() >= deadline:
                 raise self._make_conflict(entry, COPY_REMEDY)
-            self._stopped.wait(LEASE_SECONDS / 30)
+            self._stop_event.wait(LEASE_SECONDS / 30)
 
     def _require_ours(self, entry: Entry | None) -> Entry | None:
-        """Return the entry, and raise Conflict if another ecompute owns it."""
+        """Return the entry, or raise Conflict if another ecompute owns it."""
         if entry is None:
             return None
         holder = _parse_holder(entry)
@@ -307,14 +308,14 @@ class Presence:
         owner = f'on {_format_field(holder, "hostname")} since {_format_field(holder, "since")}'
         return Conflict(f'{self._key} is held by another ecompute, {owner}{remedy}')
 
-    def _publish(self) -> None:
+    def _put_key(self) -> None:
         self._store.require_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.
         for _ in range(2):
             entry = self._require_ours(self._store.get(self._key))
             condition = Unchanged(self._key, entry.revision if entry else 0)
             try:
-                lease = self._ensure_granted()
+                lease = self._ensure_lease()
                 put = Put(self._key, dump(self._value), lease)
                 written = self._store.commit([condition], [put], use_fence=False)
             except NoSpace:
@@ -324,14 +325,14 @@ class Presence:
                 raise
             if written:
                 self._lease_id = lease
-                self._record_revision(written)
+                self._set_fence(written)
                 return
         problem = f'{self._key}: another process changed it in each of 2 tries'
         raise Conflict(f'{problem}. Try: stop other ecomputes with this uuid')
 
 
 def are_presences_proven(store: Store) -> bool:
-    """Return whether every presence is one of this etcd."""
+    """Return whether etcd has run for so long that no presence is left from before a restore."""
     hostnames = store.snapshot(keys.HOSTNAMES).entries.values()
     leases = (decode_lenient(StoredHostname, entry.value).leases for entry in hostnames)
     ages = (store.read_lease_age(each[1]) for each in leases if each)
@@ -340,7 +341,6 @@ def are_presences_proven(store: Store) -> bool:
 
 
 def hash_token(token: str) -> str:
-    """Return the SHA-256 of a token in hex, which etcd gets instead of it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

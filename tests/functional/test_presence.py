@@ -113,7 +113,7 @@ def test_start_after_a_boot_waits_for_the_old_lease(store: Store, prefix: str, m
             act()
     same_boot = make_copy_presence(store, key, 'original', [], boot='one')
     same_boot.check()
-    original._stopped.set()  # like a kill: the lease is neither refreshed nor revoked
+    original._stop_event.set()  # like a kill: the lease is neither refreshed nor revoked
     original.schedule_check()
     copy.start()
     copy.stop()

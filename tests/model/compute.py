@@ -240,7 +240,7 @@ class Compute:
             self.looking = Looking(self)
             self.looking.register()
         self.instances.on_release = self.measure
-        self.presence._publish()
+        self.presence._put_key()
         self.process = object()
 
     def _note_rebuilds(self, operations: Sequence[Put | Delete]) -> None:

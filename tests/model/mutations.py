@@ -72,9 +72,9 @@ HOST = {
     'a copy of a compute is the same compute': make_bug(
         'ecomp.shared.presence:Presence._require_ours', never('_revision', '_value'), 'copied_host'),
     'a full etcd takes no deletes of a compute without a lease': make_bug(
-        'ecomp.shared.presence:Presence._publish', never('_revision'), 'etcd_full'),
+        'ecomp.shared.presence:Presence._put_key', never('_revision'), 'etcd_full'),
     'a compute does not keep its presence': make_bug(
-        'ecomp.shared.presence:Presence._publish', drop_argument('Put', 'lease'), 'one_name'),
+        'ecomp.shared.presence:Presence._put_key', drop_argument('Put', 'lease'), 'one_name'),
     'facts are not on the lease of the presence': make_bug('ecomp.shared.presence:Presence._write_attached',
         drop_argument('Put', '_lease_id'), 'sample_while_facts_are_published'),
 }  # fmt: skip

@@ -105,7 +105,7 @@ REPORTED = {
 PAIRED = {
     'neither the mark nor the lease fences a taker': make_pair(
         make_bug('ecomp.shared.ends:deliver', replace_assignment('conditions', '[]')),
-        make_bug('ecomp.shared.presence:Presence._record_revision', drop_statement('fence')), 'frozen_taker_forgotten'),
+        make_bug('ecomp.shared.presence:Presence._set_fence', drop_statement('fence')), 'frozen_taker_forgotten'),
     'a move compares neither its mark nor the queue entry': make_pair(
         make_bug('ecomp.shared.ends:deliver', replace_assignment('conditions', '[]')),
         make_bug('ecomp.agent.queue:Taker._move', drop_operand('revision', 'Unchanged')), 'taken_and_destroyed'),
