@@ -40,12 +40,13 @@ class Excluded(Exception):
         self.admitted = admitted
 
 
-def parse_name_holder(entry: Entry) -> str:
+def parse_name_owner(entry: Entry) -> str:
+    """Return the instance that owns a name, or raise Unreadable."""
     return decode_at(entry.key, NameOwner, entry.value).instance
 
 
 def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
-    """Return the change that deletes an instance's name, or moves it to its record's lease."""
+    """Return the change that deletes a name if the instance owns it, or moves it to a lease."""
     entry = store.get(keys.name(name)) if name else None
     if entry is None or not _is_held_by(entry, instance):
         return [], []
@@ -66,7 +67,7 @@ def restore_name(store: Store, name: str | None, instance: str) -> Change | None
 
 
 def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
-    """Return a group, or None, and the condition that it stays so."""
+    """Return a group or None, and the condition that it is unchanged, or raise Unreadable."""
     return _read(store, keys.group(name), Group, name=name)
 
 
@@ -86,7 +87,7 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
 
 
 def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
-    """Return a project's quota, or None, and the condition that it stays so."""
+    """Return a quota or None, and the condition that it is unchanged, or raise Unreadable."""
     return _read(store, keys.quota(project), Quota, project=project)
 
 
@@ -110,6 +111,7 @@ def join_group(
 
     Raises:
         Excluded: the group's rule forbids some of them.
+        Conflict: the group would have too many members.
     """
     if membership is None:
         return [], []
@@ -140,7 +142,7 @@ def charge_quota(store: Store, project: str, resources: Mapping[str, Resources])
 
 
 def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
-    """Return the change that charges the quota for a living instance, which no limit excludes."""
+    """Return the change that charges the quota for a living instance, even above its limits."""
     current, unchanged = load_quota(store, project)
     return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
 
@@ -171,7 +173,7 @@ def make_empty_change() -> Change:
 
 
 def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
-    """Return the change that makes an instance a group's member, against any rule."""
+    """Return the change that makes an instance a group's member, even if a rule forbids it."""
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
@@ -228,11 +230,11 @@ def make_group_operation(new_group: Group) -> Put | Delete:
     return Put(key, encode(new_group)) if new_group.members else Delete(key)
 
 
-def _read(store: Store, key: str, kind: type[Shared], **given: str) -> tuple[Shared | None, Unchanged]:
+def _read(store: Store, key: str, kind: type[Shared], **key_fields: str) -> tuple[Shared | None, Unchanged]:
     entry = store.get(key)
     if entry is None:
         return None, Unchanged(key, 0)
-    return decode_at(key, kind, entry.value, **given), Unchanged(key, entry.revision)
+    return decode_at(key, kind, entry.value, **key_fields), Unchanged(key, entry.revision)
 
 
 def _is_held_by(entry: Entry, instance: str) -> bool:
@@ -243,7 +245,7 @@ def _is_held_by(entry: Entry, instance: str) -> bool:
 
 
 def try_revoke(store: Store, lease: int) -> None:
-    """Revoke a lease that is no longer needed, unless it is 0."""
+    """Revoke a lease, unless it is 0, and ignore errors, because it expires anyway."""
     if lease:
         with suppress(EcompError):  # then it expires
             store.revoke(lease)

@@ -38,7 +38,7 @@ from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement
 from ecomp.shared.attempts import TAKEN, find_needed
-from ecomp.shared.names import Change, load_group, load_quota, parse_name_holder
+from ecomp.shared.names import Change, load_group, load_quota, parse_name_owner
 from ecomp.shared.notes import note_released
 from ecomp.store.client import Entry, Put, Settlement, Store, Unchanged
 
@@ -279,7 +279,7 @@ def require_free_name(store: Store, name: str, entry: Entry | None, owners: Coll
     from ecomp.scheduler.queries.find import find  # most names are free
 
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
-    owner = parse_name_holder(entry)
+    owner = parse_name_owner(entry)
     current = find(store, owner) if owner not in owners else None
     if current is not None and current.record.state not in (GONE, ERROR):
         cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'

@@ -11,7 +11,7 @@ from ecomp.model.order import InvalidRequest, Order, Request, parse_request
 from ecomp.model.record import CHANGEABLE, Record, from_json, make_scheduled_record
 from ecomp.model.states import GONE
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
-from ecomp.shared.names import parse_name_holder
+from ecomp.shared.names import parse_name_owner
 from ecomp.shared.places import KeyIndex, find_by_listing, resolve_places
 from ecomp.store.client import Entry, Store
 
@@ -79,7 +79,7 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
     if keys.is_uuid(argument):
         return argument
     if is_name(argument) and (entry := store.get(keys.name(argument))) is not None:
-        _require_name(store, argument, instance := parse_name_holder(entry), key_index)
+        _require_name(store, argument, instance := parse_name_owner(entry), key_index)
         return instance
     prefix = parse_uuid_prefix(argument)
     if prefix is None:

@@ -22,7 +22,7 @@ from ecomp.placement.allocations import read_consumers, read_provider_allocation
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
 from ecomp.shared.attempts import find_needed
-from ecomp.shared.names import Change, merge_changes, parse_name_holder
+from ecomp.shared.names import Change, merge_changes, parse_name_owner
 from ecomp.shared.places import find_by_listing, read_index, resolve_places
 from ecomp.shared.presence import are_presences_proven
 from ecomp.store.client import Entry, Put, Store, Unchanged
@@ -60,7 +60,7 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
     own = {current.record.instance: current for current in entries.values()}
     owners: dict[str, str] = {}
     for key in name_keys:
-        owner = parse_name_holder(read[key]) if key in read else ''
+        owner = parse_name_owner(read[key]) if key in read else ''
         current = own.get(owner) or (find(store, owner) if owner else None)
         if current is None or current.record.state in (GONE, ERROR):
             continue
