@@ -37,7 +37,7 @@ NOT_QUEUED = ''
 
 
 def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unchanged | None = None) -> set[str]:
-    """Return the instances that other attempts place and, as `queued` says, those in queues."""
+    """Return the instances in attempts, except `own_attempt`, and, as `queued` says, in queues."""
     # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
     attempts = store.snapshot(keys.ATTEMPTS)
     if own_attempt is not None:
@@ -75,7 +75,7 @@ def find_needed(
 
 
 def read_settled_request(store: Store, compute: str, instance: str) -> Request | None:
-    """Return a valid request that is no tombstone, or None while an attempt places its instance."""
+    """Return the request unless it is malformed or a tombstone, or an attempt is in flight."""
     # Attempts before requests, as in find_needed().
     if instance in read_pending_instances(store, NOT_QUEUED):
         return None

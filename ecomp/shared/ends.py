@@ -33,7 +33,7 @@ def write_final_record(
     release_shared: bool = True,
     lease_seconds: int | None = None,
 ) -> int | None:
-    """Write an instance's final record on a lease, delete keys, and release what it shared."""
+    """Commit a final record and what it releases, or return None if a condition does not hold."""
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
     error_record = store.get(key) if record.state == GONE and record.error is not None else None
@@ -50,7 +50,7 @@ def write_final_record(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Return the write of user-data, if there is any, and the lease granted for it, or 0."""
+    """Return the write of user-data, and the lease if a new one was granted for it, else 0."""
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)
@@ -60,7 +60,7 @@ def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[l
 
 
 def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
-    """Refresh the lease of user-data, or else write the one of `contents` with this hash."""
+    """Renew the lease of user-data or, if that fails, write it from `contents` if it is there."""
     condition, existing = _refresh_user_data(store, keys.user_data(sha256))
     copies = map(SharedUserData.from_bytes, () if existing else contents)
     copy = next((copy for copy in copies if copy.sha256 == sha256), None)
@@ -102,12 +102,12 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
 
 def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:
-    """Return the revision of a delivered request or, without it, of the record of its build."""
-    written = entries.get(keys.request(compute, request.instance))
-    if written is not None:
+    """Return the revision of the request if delivered, else of its record, or None."""
+    entry = entries.get(keys.request(compute, request.instance))
+    if entry is not None:
         # A create with the uuid that an evacuation chose is another instance.
-        is_ours = load_object_or_empty(written.value).get('replaces') == request.replaces
-        return written.revision if is_ours else None
+        is_ours = load_object_or_empty(entry.value).get('replaces') == request.replaces
+        return entry.revision if is_ours else None
     record = entries.get(keys.record(compute, request.instance))
     return record.revision if record is not None else None
 

@@ -23,7 +23,7 @@ MAX_NOTED_GENERATION = 50
 
 
 def note_released(store: Store, generations: Mapping[str, int]) -> None:
-    """Write down the generations of at most 128 claims that are released if this succeeds."""
+    """Note the generations of at most 128 claims before their release, unless etcd is full."""
     if not generations:
         return
     # A full etcd gets no notes. The claims may be released nevertheless, since no attempt can be announced there.
@@ -43,9 +43,9 @@ def read_highest_released(store: Store, instances: Collection[str]) -> int:
     prefixes = {keys.released_claims_prefix(instance) for instance in instances}
     highest = 0
 
-    def inspect(noted: Entry) -> None:  # returns None, so no entry is kept: each may be as large as etcd allows
+    def inspect(entry: Entry) -> None:  # returns None, so no entry is kept: each may be as large as etcd allows
         nonlocal highest
-        generations = released_from_json(noted.value)
+        generations = released_from_json(entry.value)
         highest = max([highest, *(generations.get(name, 0) for name in instances)])
 
     store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, transform=inspect)
@@ -58,9 +58,7 @@ def released_to_json(generations: Mapping[str, int]) -> str:
     Placement counts the generation of a consumer from 1 again once the consumer has no allocation. A process that read
     the generation earlier, and releases late, could release a later claim with the same number. So the generation is
     noted before a claim is released, and a new claim for the instance is repeated until its generation is higher.
-
-    Each note is a key on its own lease, so writing one needs no read and no comparison. It holds {"version",
-    "generations"} for the instances whose uuids begin with the 2 digits in the key.
+    Each note is a key on its own lease, so writing one needs no read and no comparison.
     """
     return dump({'version': 1, 'generations': dict(generations)})
 
