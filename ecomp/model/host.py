@@ -284,11 +284,9 @@ MAX_QUOTED_INSTANCES = 3
 
 
 class ProviderSummary(NamedTuple):
-    """A resource provider, with those of its traits that mark it as disabled."""
-
     name: str
     rooms: Mapping[str, Room] = {}
-    status_traits: frozenset[str] = frozenset()
+    status_traits: frozenset[str] = frozenset()  # those of STATUS_TRAITS that it has
 
 
 def is_ours(uuid: str, name: str, classes: Collection[str]) -> bool:

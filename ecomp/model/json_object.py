@@ -56,7 +56,6 @@ WRITTEN_BY = 'by'
 
 
 def is_utf8_text(value: object) -> bool:
-    """Return whether a value is a str that UTF-8 can encode."""
     if not isinstance(value, str):
         return False
     try:

@@ -132,9 +132,7 @@ def choose_delay(provider: Provider, compute_count: int, rng: random.Random) -> 
 
 
 class WaitingEntry(NamedTuple):
-    """A queued request, and the etcd revision of its creation."""
-
-    revision: int
+    revision: int  # of the creation of its key
     entry: QueueEntry
 
 

@@ -44,7 +44,6 @@ class ReachCommand(NamedTuple):
 
     @property
     def is_ssh(self) -> bool:
-        """True for ssh: a shell then parses the command, and ssh can connect to the guest itself."""
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:

@@ -12,8 +12,6 @@ from ecomp.model.command_names import RESERVED
 MAX_COMPARED_CHARACTERS = 60
 # The share of two words that must be equal, from 0 to 1: hv9 does not resemble hv2.
 MIN_SIMILARITY = 0.7
-
-
 # Prefixes that reverse the meaning of a word.
 NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 

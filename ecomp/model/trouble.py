@@ -49,9 +49,7 @@ BUILD_FAILURE_SECONDS = 600.0
 
 
 class BuildFailure(NamedTuple):
-    """A build that may have failed by the host's fault, at a monotonic time."""
-
-    failed_at: float
+    failed_at: float  # monotonic
     image: str
     stage: str
 

@@ -50,8 +50,6 @@ def parse_host_keys(value: object) -> tuple[str, ...]:
 
 @stored(host_keys=optional(parse_host_keys), failure=lenient(nested(GuestFailure)))
 class GuestReport(NamedTuple):
-    """A guest's report, without a failure if cloud-init reports none."""
-
     host_keys: tuple[str, ...] = ()
     failure: GuestFailure | None = None
 
