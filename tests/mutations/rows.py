@@ -58,7 +58,7 @@ ROWS = (
         'in sorted(places.items()):', 'in sorted(places.items(), reverse=True):',
         ('tests/unit/test_stack.py::test_restored_stack_has_the_epoch_of_most_requests_and_the_newest_instances',)),
     Row('a value that was dropped as too large is not processed once it fits', 'ecomp/model/queue.py',
-        'return stored.revision, len(stored.value)', 'return stored.revision, 0',
+        'return entry.revision, len(entry.value)', 'return entry.revision, 0',
         ('tests/unit/test_queue.py::test_value_that_was_dropped_as_too_large_is_queued_once_it_fits',)),
     Row('the audit misses claims on computes whose claims it did not read', 'ecomp/model/audit.py',
         'elif compute in world.visible_providers and compute not in held:', 'elif compute not in held:',
