@@ -69,6 +69,7 @@ def split_pin(url: str) -> tuple[str, str | None]:
 
 
 def hash_url(url: str) -> str:
+    """Return the first 32 hexadecimal digits of the SHA-256 of a URL."""
     import hashlib  # imported here because most commands of eschedule do not need it
 
     return hashlib.sha256(url.encode(errors='replace')).hexdigest()[:32]

@@ -27,7 +27,7 @@ class Absences(NamedTuple):
         return self.get_host_state(record) not in (UP, None)
 
     def get_state(self, record: Record) -> str:
-        """Return the state to show, which an absent host may not have reported."""
+        """Return the state to show: `destroying` or `unknown` may replace that of an absent host."""
         if record.state not in LIVE_STATES:
             return record.state
         if record.instance in self.destroying:
@@ -36,7 +36,7 @@ class Absences(NamedTuple):
         return UNKNOWN if self.get_host_state(record) == SILENT else record.state
 
     def explain_state(self, record: Record, host: str) -> str | None:
-        """Return what an absent host keeps a record waiting for, or its last state, or None."""
+        """Return `waiting for HOST` or `HOST silent, was active` if that is shown, or None."""
         shown_state = self.get_state(record)
         if shown_state == DESTROYING and self.is_stale(record):
             return f'waiting for {host}'

@@ -57,8 +57,8 @@ _REBUILT = check('a number', lambda value: isinstance(value, str) and re.fullmat
 class Interface(NamedTuple):
     """An interface of a guest on a libvirt network or a bridge of the host.
 
-    `address` is None until it is known. `source` is where it was seen: lease, arp or agent. `reservation` is the
-    address that the network's DHCP reserves before the guest boots, or None.
+    `address` is None until it is known. `source` is where it was seen: lease, arp or agent. `reservation`, in the
+    JSON `expected`, is the address that the network's DHCP reserves before the guest boots, or None.
     """
 
     network: str
@@ -241,7 +241,7 @@ def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Reco
 
 
 def make_scheduled_record(key: str, value: bytes) -> Record:
-    """Return the record to show for a request without one, with a fault if it is malformed."""
+    """Make the record to show until a compute writes it, with a fault for a malformed request."""
     compute, instance = key.split('/')[-2:]
     request = parse_request(compute, key, value)
     if isinstance(request, InvalidRequest):

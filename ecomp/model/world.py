@@ -237,7 +237,7 @@ class World:
         return next(filter(None, names), instance)
 
     def find_inhabitants(self, compute: str) -> Inhabitants:
-        """Sort the requests and records of a compute, whether or not it is alive."""
+        """Classify the instances with a request or record on a compute, which may be absent."""
         requests, records = self.requests_at.get(compute, {}), self.records_at.get(compute, {})
         tombstones = {name for name, each in requests.items() if isinstance(each, Request) and each.is_tombstone}
         there = {name for name, record in records.items() if record.state != GONE}

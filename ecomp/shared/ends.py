@@ -60,7 +60,7 @@ def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[l
 
 
 def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
-    """Renew the lease of user-data or, if that fails, write it from `contents` if it is there."""
+    """Renew the lease of user-data or, if it expired, write the data again from `contents`."""
     condition, existing = _refresh_user_data(store, keys.user_data(sha256))
     copies = map(SharedUserData.from_bytes, () if existing else contents)
     copy = next((copy for copy in copies if copy.sha256 == sha256), None)

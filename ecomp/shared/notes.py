@@ -58,7 +58,8 @@ def released_to_json(generations: Mapping[str, int]) -> str:
     Placement counts the generation of a consumer from 1 again once the consumer has no allocation. A process that read
     the generation earlier, and releases late, could release a later claim with the same number. So the generation is
     noted before a claim is released, and a new claim for the instance is repeated until its generation is higher.
-    Each note is a key on its own lease, so writing one needs no read and no comparison.
+    Each note is a key on its own lease, so writing one needs no read and no comparison. It holds {"version",
+    "generations"} for the instances whose uuids begin with the 2 digits in the key.
     """
     return dump({'version': 1, 'generations': dict(generations)})
 

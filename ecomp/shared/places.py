@@ -33,7 +33,7 @@ class KeyIndex:
 
 
 def has_unfinished_record(store: Store, instance: str) -> bool:
-    """Return whether a record is not in a final state, or raise ValueError if one is malformed."""
+    """Return whether a record of the instance is unfinished, or raise ValueError."""
     key_index = read_index(store)
     # All records, whichever computes have a request; with requests, also records written since the listing.
     record_keys = {*_list_record_keys(key_index, instance), *key_index.records.get(instance, ())}
