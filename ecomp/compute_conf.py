@@ -106,8 +106,7 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 
 
 def _parse_metrics_path(file: YamlFile, node: Node) -> Path:
-    path = file.parse_path(node)
-    if path.suffix != '.prom':
+    if (path := file.parse_path(node)).suffix != '.prom':
         name = yaml_file.shorten(path.name)
         raise ValueError(f'{name} must end in .prom, because node_exporter reads no other file')
     return path

@@ -76,8 +76,7 @@ def _run_command(argv: list[str]) -> int:
         from ecomp.cli.completion import print_candidates
 
         return print_candidates(_print_text, COMMANDS, *argv[1:])
-    command = parse(argv)
-    if command.name == VERSION:
+    if (command := parse(argv)).name == VERSION:
         from ecomp.version import read_version  # loads subprocess
 
         print(f'eschedule {read_version()}', flush=True)

@@ -144,13 +144,13 @@ class YamlFile:
 
     def parse_path(self, node: Node) -> Path:
         """Parse a path relative to the file's directory, and make it absolute."""
-        text = parse_text(node)
-        if text.startswith('~'):
+        if (text := parse_text(node)).startswith('~'):
             problem = '~ is not accepted: it depends on the user who starts the program'
             raise ValueError(f'{problem}. Fix: write the directory in full')
         return Path(os.path.normpath(self.directory / text))
 
     def parse_readable_file(self, node: Node) -> Path:
+        """Parse the path of a file that this user can read, or raise ValueError or UsageError."""
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)

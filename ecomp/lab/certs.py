@@ -116,12 +116,12 @@ def make_certificates(directory: Path, cluster: Cluster, now: datetime, say: Say
             raise UsageError('missing argument: --control NAME, by which others reach etcd and placement')
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with machine.hold_lock(directory):
-            _make_all(directory, cluster, include_others, now, say)
+            _make_all_certificates(directory, cluster, include_others, now, say)
     except OSError as error:
         raise EcompError(f'{error.filename or directory}: {error.strerror}') from error
 
 
-def _make_all(directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Say) -> None:
+def _make_all_certificates(directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Say) -> None:
     authority = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
@@ -159,6 +159,7 @@ def _require_uuid(name: str, compute: str, path: Path) -> None:
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Say) -> _Authority:
+    """Load the authority, or raise EcompError if it is unusable, or make a missing one."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     fix = f'move {directory} away and make all certificates again'
     if certificate.exists():

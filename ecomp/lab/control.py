@@ -218,6 +218,7 @@ def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: 
 
 
 def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes | None:
+    """Return the body of a URL, or None if it cannot be fetched."""
     # A proxy of the machine's environment cannot reach the lab.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
@@ -292,7 +293,7 @@ def _prepare_files(endpoints: Endpoints, say: Callable[[str], None]) -> None:
     except OSError as error:
         raise UsageError(f'--data {endpoints.data}: {error.strerror}') from error
     if endpoints.certs is not None:
-        _make_certificates(endpoints.certs, endpoints, say)
+        _ensure_certificates(endpoints.certs, endpoints, say)
 
 
 def _watch(running: Running, endpoints: Endpoints, service: Service, signals: Sequence[int]) -> None:
@@ -338,7 +339,7 @@ def _read_certificate_time(endpoints: Endpoints) -> float:
     return 0.0
 
 
-def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
+def _ensure_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():

@@ -65,7 +65,7 @@ def start_control(lab: AnyLab) -> None:
         (lab.directory / 'images').mkdir(exist_ok=True)
         lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
         machine.ensure_control(lab.layout)
-    _make_certificates(lab)
+    _ensure_certificates(lab)
     servers, prefix = lab.servers, lab.make_command_prefix(CONTROL)
     for server in servers:
         if not lab.find_running(server.name):
@@ -75,7 +75,7 @@ def start_control(lab: AnyLab) -> None:
     write_once(lab.directory / 'schedule.yaml', lab.render_schedule_yaml())
 
 
-def _make_certificates(lab: AnyLab) -> None:
+def _ensure_certificates(lab: AnyLab) -> None:
     """Make what is missing, and give the operator's files to the caller of sudo."""
     from ecomp.lab import certs
 
@@ -250,7 +250,7 @@ def _bring_up_hosts(name: str, options: argparse.Namespace) -> Lab:
             _print_message(f'lab {name} already has {lab.host_count} hosts, {hint}')
         with machine.undo_on_error((lambda: _remove_lab(name, lab)) if is_new else None):
             _start_lab(lab)
-        _provide_image(lab)
+        _copy_guest_image(lab)
     return lab
 
 
@@ -305,7 +305,7 @@ def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
         _print_message(f'{", ".join(reduced)}: inventory reduced, because {len(hosts)} hosts share the machine')
 
 
-def _provide_image(lab: Lab) -> None:
+def _copy_guest_image(lab: Lab) -> None:
     own_image = lab.directory / GUEST_IMAGE
     images = [other.directory / GUEST_IMAGE for other in state.list_labs() if (other.directory / GUEST_IMAGE).is_file()]
     if own_image.exists():

@@ -193,6 +193,7 @@ class LabHost(Host):
                 machine.start(label, command, log, record_process=self.lab.record_process)
 
     def wait_libvirt(self) -> None:
+        """Wait until libvirtd answers, and define and start the network `default`."""
         label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
         machine.wait_for(label, self.is_libvirt_ready, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'
@@ -242,8 +243,7 @@ class LabHost(Host):
         """Reduce the inventory to the current share, and on a change end ecompute and return True."""
         path = self.directory / 'compute.yaml'
         old_text = path.read_text(encoding='utf-8')
-        new_text = reduce_inventory(old_text, self._calculate_share())
-        if new_text == old_text:
+        if (new_text := reduce_inventory(old_text, self._calculate_share())) == old_text:
             return False
         write_durably(path, new_text, 0o644)
         process = self.lab.find_running(self._label)

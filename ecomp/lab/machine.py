@@ -344,8 +344,7 @@ def _list_processes(space: str) -> list[ServerProcess]:
 def _ensure_namespace(layout: Layout, place: str) -> bool:
     """Make a namespace unless it is usable, set it up, and return True if it was made."""
     space = layout.get_namespace(place)
-    was_missing = not has_interface(layout, place)
-    if was_missing:
+    if was_missing := not has_interface(layout, place):
         if space in list_namespaces(layout.name):
             run(['ip', 'netns', 'delete', space])  # a file alone: elab was killed, or a reboot
         run(['ip', 'netns', 'add', space])

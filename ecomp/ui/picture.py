@@ -136,8 +136,7 @@ class Picture:
         """Make an instance's record as `list` does, None without keys, with a fault if malformed."""
         entries = {key: entry for key in self._keys[instance] if (entry := self._entries.get(key))}
         places = group_by_instance(entries.items()).get(instance, EntriesByCompute())
-        queue_key = next(filter(keys.parse_queue_key, entries), None)
-        if queue_key is not None and places.request is None:
+        if (queue_key := next(filter(keys.parse_queue_key, entries), None)) and places.request is None:
             return make_queued_record(queue_key, entries[queue_key].value)
         if places.record is None:
             key = keys.request(places.compute, instance)

@@ -82,6 +82,7 @@ class Watcher:
         self._wakeup.set()
 
     def _run(self) -> None:
+        """Publish the tables after each change, and once with the past events."""
         newest = 0
         while True:
             self._wakeup.wait()

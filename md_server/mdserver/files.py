@@ -179,14 +179,14 @@ def carry_out(config: conf.Config, request: str) -> list[ReadFile]:
         case ['leases']:
             hosts_files = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS_SUFFIX}'))
             files = [name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS_SUFFIX) + CONF_SUFFIX, hosts)]
-            return [_read(Path(name)) for name in (*sorted(glob.glob(config.leases)), *files)]
+            return [_try_read(Path(name)) for name in (*sorted(glob.glob(config.leases)), *files)]
         case ['user-data'] if config.user_data is not None:
             try:
                 return [(str(config.user_data), conf.read_user_data(config.user_data))]
             except ValueError as error:
                 return [(str(config.user_data), error)]
         case ['guest', mac] if guests.is_mac(mac):
-            return [_read(config.guests / f'{mac}.json')]
+            return [_try_read(config.guests / f'{mac}.json')]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
             write = partial(_write_report, config, mac, instance, word)
         case ['refused', mac, *reason] if guests.is_mac(mac):
@@ -207,7 +207,7 @@ def _get_bytes(content: bytes | OSError | ValueError) -> bytes:
     raise content
 
 
-def _read(path: Path) -> ReadFile:
+def _try_read(path: Path) -> ReadFile:
     try:
         # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
         with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
@@ -248,7 +248,7 @@ def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> 
 def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
     """Store the reason, unless MAX_REFUSALS are stored, or delete it if it is ''."""
     path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
-    if _read(path)[1] == reason.encode():
+    if _try_read(path)[1] == reason.encode():
         return  # before any write: repeated refusals cause no disk writes
     path.unlink(missing_ok=True)
     if reason and len(list(config.guests.glob(f'*{REFUSAL_SUFFIX}'))) < MAX_REFUSALS:
@@ -257,5 +257,5 @@ def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
 
 def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
     with suppress(OSError, ValueError):
-        return guests.parse_guest(_get_bytes(_read(config.guests / f'{mac}.json')[1]), mac).instance == instance
+        return guests.parse_guest(_get_bytes(_try_read(config.guests / f'{mac}.json')[1]), mac).instance == instance
     return False

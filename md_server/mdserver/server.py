@@ -141,6 +141,7 @@ def _make_response(body: bytes) -> bottle.HTTPResponse:
 
 
 def listen(address: str, port: int) -> socket.socket:
+    """Open a listening socket, or raise OSError with advice in its text."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
