@@ -44,7 +44,7 @@ class Repair(Enum):
     RECOUNT = 'counts the usage again'
     END_ENTRIES = 'marks these entries as ended'
     RESTORE_STACK = 'restores the stack from the requests'
-    CLEAR = 'has its host remove the leftover'
+    CLEAR = 'has the host remove what the finding names'
 
 
 class Leftover(NamedTuple):
