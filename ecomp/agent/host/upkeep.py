@@ -61,7 +61,7 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Coll
             try:
                 ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.reservation)
             except BuildFailed as error:
-                log.warning('instance %s: DHCP no longer reserves its address %s, and cannot: %s', instance, nic.reservation, error.reason)
+                log.warning('instance %s: DHCP does not reserve %s: %s', instance, nic.reservation, error.reason)
             else:
                 text = 'instance %s: the reservation of address %s on network %s was missing; reserved %s'
                 log.warning(text, instance, nic.reservation, nic.network, ip)
