@@ -432,7 +432,7 @@ def _wait_for_stage(run: _Apply) -> int:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('apply', 'apply FILE', 'create the instances of a file that do not exist yet',
+    Command('apply', 'apply FILE', 'create the missing instances of a file',
             'Read a file of instances, a stack, and create those that do not exist: all of them or none. Instances '
             'that exist and are as the file asks are kept, so the command can be repeated as often as you like; a '
             'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '

@@ -280,7 +280,7 @@ def test_wait_shows_its_condition_on_the_terminal(cluster: Control, compute: Eco
     compute.pause()
     _, instance = place(cluster)
     terminal = Screen(cluster, 'wait', instance, columns=200, with_stderr=True)
-    wait_until(lambda: re.search(r'waiting for its compute to accept it, \d+ s', terminal.output), 30, 'it says so')
+    wait_until(lambda: re.search(r'for its compute to accept the request, \d+ s', terminal.output), 30, 'it says so')
     compute.resume()
     assert terminal.end()[0] == 0, terminal.output
 

@@ -165,7 +165,7 @@ def test_addresses_of_etcd_and_placement_are_refused(
         reach = EgressPolicy(LOOPBACK_REACH.sources, control_endpoints=((control, port),))
         for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
             reason = fetch_refusal(make_cache(tmp_path, reach), f'http://{host}:{port}/good')
-            assert reason.endswith('127.0.0.1, etcd or placement: images from there are refused')
+            assert reason.endswith('127.0.0.1, the address of etcd or placement: images from there are refused')
     # If etcd or placement is on this host, it may listen on all addresses of the host.
     own_addresses = [
         info.address for infos in psutil.net_if_addrs().values() for info in infos if info.family == socket.AF_INET
@@ -173,7 +173,7 @@ def test_addresses_of_etcd_and_placement_are_refused(
     anywhere = EgressPolicy(parse_image_sources(['127.0.0.0/8', '0.0.0.0/0']), control_endpoints=(('localhost', port),))
     for address in ('127.0.0.2', *own_addresses):
         reason = fetch_refusal(make_cache(tmp_path, anywhere), f'http://{address}:{port}/good')
-        assert reason.endswith(f'{address}, etcd or placement: images from there are refused')
+        assert reason.endswith(f'{address}, the address of etcd or placement: images from there are refused')
     assert web.requests == []
     assert get_base(
         make_cache(tmp_path, EgressPolicy(LOOPBACK_REACH.sources, control_endpoints=(('127.0.0.1', port + 1),))),
