@@ -35,7 +35,7 @@ def read_user_data(path: Path) -> bytes:
     return data
 
 
-def _parse_address(value: str, _: Path = Path()) -> str:
+def _parse_ipv4_address(value: str, _: Path = Path()) -> str:
     try:
         return str(ipaddress.IPv4Address(value))
     except ValueError as error:
@@ -62,7 +62,7 @@ def _parse_user_data(value: str, base: Path) -> Path:
 
 # Converts the text of each key of [mdserver]; the path is the directory that paths in it are relative to. ValueError.
 READERS: dict[str, Callable[[str, Path], object]] = {
-    'listen_address': _parse_address,
+    'listen_address': _parse_ipv4_address,
     'port': _parse_port,
     'guests': _parse_path,
     'leases': lambda value, base: str(_parse_path(value, base, "a pattern of status files of libvirt's dnsmasq")),
@@ -161,9 +161,9 @@ def check_public_key(text: str) -> str:
     return text
 
 
-def parse_address_port(text: str, default: int) -> tuple[str, int]:
+def parse_ipv4_endpoint(text: str, default_port: int) -> tuple[str, int]:
     address, colon, port = text.partition(':')
-    return _parse_address(address), _parse_port(port) if colon else default
+    return _parse_ipv4_address(address), _parse_port(port) if colon else default_port
 
 
 def _find_reader(key: str) -> Callable[[str, Path], object]:

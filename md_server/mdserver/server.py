@@ -211,7 +211,7 @@ def _load_config(arguments: argparse.Namespace) -> conf.Config:
         config = replace(config, guests=arguments.guests)
     if arguments.listen is not None:
         try:
-            address, port = conf.parse_address_port(arguments.listen, config.port)
+            address, port = conf.parse_ipv4_endpoint(arguments.listen, config.port)
         except ValueError as error:
             raise conf.ConfError(f'--listen: {error}') from error
         config = replace(config, listen_address=address, port=port)
