@@ -111,7 +111,7 @@ class Planner:
         self._in_flight: dict[str, Work] = {}
         # The instances without an address at the last step, and since when (monotonic) this set is unchanged.
         self.without_addresses: tuple[frozenset[str], float] = frozenset(), 0.0
-        # The finished work with its time, from the worker threads to the next step. Fields below are the planner's.
+        # The work that succeeded, with its time, from workers to the next step. Fields below are the planner's.
         self._completions: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._parsed_requests: dict[str, tuple[int, ParsedRequest]] = {}
         # The resources that the requests hold on this compute; None before they were read.
@@ -150,7 +150,7 @@ class Planner:
         return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Defer work that was begun but has no thread, and log `reason`."""
+        """Defer work for which no thread could be started after begin(), and log `reason`."""
         self._finish(work)
         self.failures.report_failure(work.instance, EcompError(reason))
         self.deferrals.defer(work.instance)
@@ -220,6 +220,7 @@ class Planner:
             del self._in_flight[work.instance]
 
     def _process_completions(self) -> None:
+        """Note for plans which refusals, starts after a reboot and shutdown requests succeeded."""
         while not self._completions.empty():
             work, finished_at = self._completions.get()
             if work.task.kind is Kind.REFUSE:
@@ -278,7 +279,7 @@ class Planner:
         )
 
     def _update_unmanaged(self, guests: Mapping[str, Guest]) -> None:
-        """List the guests without a request, and log each new one that is kept."""
+        """Note the guests without a request, and log each new one that is kept."""
         unmanaged = guests.keys() - self._parsed_requests.keys()
         strangers = unmanaged - self._unmanaged
         self._forgotten |= self._instances.find_forgotten(strangers) if strangers else {}

@@ -190,7 +190,7 @@ class Taker:
             if instance not in deferred:
                 self.deferrals.defer(instance)
                 self._release_dead_claims([instance])
-                self._delete_taker_key(key, revision)
+                self._try_delete_taker_key(key, revision)
 
     def _release_dead_claims(self, instances: Collection[str]) -> set[str]:
         # Only its own compute releases the claim of a dead attempt (rule: claim-stays).
@@ -353,7 +353,7 @@ class Taker:
             log.debug('%s', error)
         except EcompError:
             # The next read of the room releases a claim that was made.
-            self._delete_taker_key(waiting.key, mark)
+            self._try_delete_taker_key(waiting.key, mark)
             raise
         if moved:
             failpoint('moved')
@@ -361,7 +361,7 @@ class Taker:
         try:
             self.release_claim(waiting.instance)
         finally:
-            self._delete_taker_key(waiting.key, mark)
+            self._try_delete_taker_key(waiting.key, mark)
         return False
 
     def refuse(self, place: WaitingEntry, reason: str) -> bool:
@@ -424,7 +424,7 @@ class Taker:
         except Excluded as error:
             raise Conflict(f'{instance}: its group no longer allows this compute') from error
 
-    def _delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
+    def _try_delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
         key = keys.taker(queue_key)
         try:
             self._store.commit([Unchanged(key, taker_revision)], [Delete(key)], Settlement(Delete(key)))

@@ -50,7 +50,7 @@ class MachineUsage:
 
 
 def measure_machine(directory: Path, instances: Collection[str], disks: Iterable[str] = ()) -> MachineUsage:
-    """Measure this machine, the disk of `directory`, and what `instances` use of both."""
+    """Measure this machine, the file system of `directory`, and what `instances` use of both."""
     memory = psutil.virtual_memory()
     overlays = [path for path in (directory / 'images').glob('*.qcow2') if path.stem in instances]
     device = directory.stat().st_dev
@@ -70,7 +70,7 @@ def measure_machine(directory: Path, instances: Collection[str], disks: Iterable
 
 
 def measure_usage(directory: Path) -> dict[str, float]:
-    """Return what this machine uses, in all and of the disk of `directory`."""
+    """Measure the CPUs and memory of this machine, and the file system that has `directory`."""
     times, memory, disk = psutil.cpu_times(), psutil.virtual_memory(), psutil.disk_usage(str(directory))
     cpus = {'cpus': psutil.cpu_count() or 1, 'load': round(psutil.getloadavg()[0], 2)}
     cpus['cpu_seconds_total'] = times.user + times.nice + times.system + times.irq + times.softirq

@@ -85,7 +85,7 @@ class BaseVolumes:
         return entry if named == url else None
 
     def record_url(self, url: str, entry: Download, asked_at: float) -> None:
-        """Write which image the URL has, as its server answered at `asked_at` (monotonic)."""
+        """Write the URL's image, and note for all processes when (monotonic) its server was asked."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._get_note_path('.url-', f'{hash_url(url)}.json'), text + '\n')
         self.note_question(url, asked_at, is_answered=True)

@@ -294,7 +294,7 @@ class Instances:
             is_kept = failure.stage in ('scheduled', 'image')  # what it had before is not removed
             return replace(record, host_keys=host_keys) if is_kept else replace(record, image=image)
         record = attempt.record.mark_off(self.now()).mark_running(Kind.REBUILD.value, self.now())
-        return replace(self._make_running_record(record), fault=None, image=image)
+        return replace(self._mark_active(record), fault=None, image=image)
 
     def _carry_out(self, attempt: _Attempt, confirmation: Future[Consumer], is_rebuild: bool = False) -> None:
         request, revision = attempt.request, attempt.revision
@@ -327,7 +327,7 @@ class Instances:
     def _record_built(self, attempt: _Attempt) -> None:
         request = attempt.request
         failpoint('built')
-        record = self.records.write(self._make_running_record(attempt.record), attempt.revision)
+        record = self.records.write(self._mark_active(attempt.record), attempt.revision)
         self.memory.remember(request, record)
         TALLY.add('ecomp_builds_total')
         self.on_build_end(request.image or '', None)
@@ -418,7 +418,7 @@ class Instances:
             return
         record = self.records.get(instance)
         if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
-            record = self._make_current_record(record, guest)
+            record = self._mark_active_or_stopped(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
             log.error('instance %s: its request became malformed, so it is ignored: %s', instance, reason)
             fault = f'its request is malformed: {reason}'
@@ -446,7 +446,7 @@ class Instances:
         reason = 'its request was deleted during its build'
         if guest is not None and guest.is_built:
             if record is not None:
-                self.records.write(replace(self._make_current_record(record, guest), fault=reason), 0)
+                self.records.write(replace(self._mark_active_or_stopped(record, guest), fault=reason), 0)
         elif record is not None:
             self._fail(record, 0, Failure('scheduled', reason, ''), remove_guest=guest is not None)
         else:  # it may have ended long ago: nothing is written to etcd
@@ -609,7 +609,7 @@ class Instances:
             reason = self._resume(record.enter_state(BUILDING, self.now()), revision)
             is_off = reason is not None
             faults = [f'{order.START_FAILED}: {reason}' if is_off else None, *faults]
-        record = replace(self._make_running_record(record), fault='; '.join(filter(None, faults)) or None)
+        record = replace(self._mark_active(record), fault='; '.join(filter(None, faults)) or None)
         # If it ran when last remembered, the next plan sees that it is off, or starts it after a reboot.
         if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
             record = record.mark_off(self.now())
@@ -625,15 +625,15 @@ class Instances:
         failpoint('reserved')
         return replace(record, addresses=tuple(interfaces))
 
-    def _make_running_record(self, record: Record) -> Record:
+    def _mark_active(self, record: Record) -> Record:
         console = self.hypervisor.get_console_path(record.instance)
         record = replace(record, console=f'{self.template.hostname}:{console}' if console else None)
         # A running guest has its image and its disk, even if those stages could not be recorded in time.
         now = self.now()
         return record.enter_state(ACTIVE, now, 'image', 'disk', 'started').mark_running(CREATED, now)
 
-    def _make_current_record(self, record: Record, guest: Guest) -> Record:
-        record = self._make_running_record(record)
+    def _mark_active_or_stopped(self, record: Record, guest: Guest) -> Record:
+        record = self._mark_active(record)
         return record if guest.running else record.mark_off(self.now())
 
     def _record_progress(self, record: Record, revision: int) -> Record:
@@ -737,6 +737,7 @@ class Instances:
         failpoint('powered')
 
     def _make_observed_record(self, record: Record, guest: Guest | None, boot_reason: str) -> Record:
+        """Return the record as active or stopped, with fault, and remove a stopped guest's report."""
         if guest is not None and guest.running:
             observed = record.mark_running(boot_reason, self.now())
         else:

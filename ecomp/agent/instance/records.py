@@ -56,17 +56,16 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record from the cache, else from etcd, or None if there is none."""
+        """Return the record from the cache or etcd, None without one, or raise Unreadable."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
-            if cached.record is None:
-                return None
-            self._cache[instance] = cached
+            if cached.record is not None:
+                self._cache[instance] = cached
         return cached.record
 
     def require(self, instance: str) -> Record:
-        """Return the instance's record, or raise Superseded if there is none."""
+        """Return the instance's record, or raise Superseded if there is none, or Unreadable."""
         if (record := self.get(instance)) is None:
             raise Superseded
         return record
