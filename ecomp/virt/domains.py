@@ -94,6 +94,8 @@ def parse_usage(statistics: Mapping[str, int]) -> Usage:
 
 
 class Domains:
+    """The domains of one libvirt. Hypervisor describes the methods of the same names."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._usage: Future[dict[str, Usage]] | None = None
@@ -141,6 +143,7 @@ class Domains:
                 raise BuildFailed('started', 'its domain is gone')
 
     def read_usage(self) -> dict[str, Usage]:
+        """Return the usage of all running domains, ours or not, that libvirt is not busy with."""
         if self._usage is None or self._usage.done():  # concurrent callers share one call
             self._usage = self._call_aside(_read_usage)
         try:

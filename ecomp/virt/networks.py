@@ -73,8 +73,7 @@ def list_own_addresses() -> list[IPv4Address | IPv6Address]:
 
 
 def find_loose_taps() -> frozenset[str]:
-    taps = INTERFACES_DIRECTORY.glob('vnet*')
-    return frozenset(tap.name for tap in taps if not (tap / 'master').exists())
+    return frozenset(tap.name for tap in INTERFACES_DIRECTORY.glob('vnet*') if not (tap / 'master').exists())
 
 
 def find_downed_taps() -> frozenset[str]:
@@ -176,7 +175,7 @@ class Networks:
         with use as connection, raise_build_failed(RESERVE_STAGE, f'network {network}: '):
             libvirt_network = connection.networkLookupByName(network)
             for _ in range(MAX_TRIES):
-                definitions = _read_definitions(libvirt_network)
+                definitions = _read_live_and_config(libvirt_network)
                 if not definitions:
                     raise BuildFailed(RESERVE_STAGE, f'network {network} was removed')
                 reservations = [entry for dhcp in definitions.values() for entry in dhcp.reservations]
@@ -268,7 +267,7 @@ class Networks:
         """Return the definitions, LIVE or CONFIG, whose DHCP serves unknown MACs, too."""
         self.check(Attachment('network', name))
         with self._connection.use(f'reading the DHCP of network {name}') as connection:
-            definitions = _read_definitions(connection.networkLookupByName(name))
+            definitions = _read_live_and_config(connection.networkLookupByName(name))
         return [flag for flag, definition in definitions.items() if definition.is_open]
 
     def close_dhcp(self, name: str, open_definitions: Collection[int]) -> str:
@@ -313,7 +312,7 @@ class Networks:
         return Dhcp((), frozenset(), (), is_served=False)
 
     def read_leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
-        """Return each MAC's latest leased IPv4 address, or {} if the network is missing or off."""
+        """Return {MAC: newest leased IPv4 address} for `macs` (in lower case), {} if missing or off."""
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'reading the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
@@ -362,10 +361,11 @@ def _is_ours(reservation: Reservation) -> bool:
 def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
     for network in connection.listAllNetworks():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
-            yield network, _read_definitions(network)
+            yield network, _read_live_and_config(network)
 
 
-def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
+def _read_live_and_config(network: libvirt.virNetwork) -> dict[int, Dhcp]:
+    """Return the DHCP of the running network as LIVE, of the persistent definition as CONFIG."""
     definitions = {}
     if network.isActive():
         definitions[LIVE] = xml.parse_dhcp(network.XMLDesc())
@@ -496,14 +496,12 @@ LEASES_DIRECTORY = Path('/var/lib/libvirt/dnsmasq')
 
 
 def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
-    """Return, for each of `macs` in lower case, the leased address that expires last."""
+    """Return {MAC: leased IPv4 address that expires last} for those of `macs` (in lower case)."""
     wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     ipv4 = [lease for lease in by_expiry if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac']]
     newest = {mac: lease for lease in ipv4 if (mac := lease['mac'].lower()) in wanted_macs}
-    return {
-        mac: Address(lease['ipaddr'], 'lease', _derive_lease_start(lease, network)) for mac, lease in newest.items()
-    }
+    return {mac: Address(each['ipaddr'], 'lease', _derive_lease_start(each, network)) for mac, each in newest.items()}
 
 
 def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
