@@ -122,7 +122,7 @@ def _fire(name: str, action: str, max_count: int | None) -> None:
 
 @cache
 def _parse_environment() -> dict[str, tuple[str, int | None]]:
-    """Return {failpoint: (signal, maximum of arrivals)}, or raise UsageError."""
+    """Return {failpoint: (signal, for how many arrivals, None: all)}, or raise UsageError."""
     actions: dict[str, tuple[str, int | None]] = {}
     for setting in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
         name, _, rest = setting.partition(':')

@@ -120,6 +120,7 @@ def _print_message(text: str) -> None:
 
 
 def _report_interrupt() -> int:
+    """Print `interrupted` on stderr, and return exit code 1."""
     with suppress(OSError):
         print('eschedule: interrupted', file=sys.stderr, flush=True)
     return 1

@@ -83,10 +83,7 @@ class Context:
         return EcompError.exit_code if errors else 0
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
-        """Print the first of `values`, all if `is_array`, or `text` instead in the table form.
-
-        Without values nothing is printed.
-        """
+        """If there are `values`, print the first, all if `is_array`, or in the table form `text`."""
         if values and self.form == TABLE:
             if text:
                 self.put_lines(text.split('\n'))
@@ -182,10 +179,7 @@ class Context:
         return instance
 
     def resolve_compute(self, word: str) -> str:
-        """Return the uuid of a compute, by its host name, its uuid or the beginning of the uuid.
-
-        A whole uuid is returned without a look-up.
-        """
+        """Return the uuid of a compute, by its host name or first digits, or a whole one unchecked."""
         from ecomp.scheduler.queries.computes import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)

@@ -91,7 +91,7 @@ MAX_FLAG_COLUMN_WIDTH = 26
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Parse a command line. The name in the result is HELP or VERSION for these options."""
+    """Parse a command line, whose name is HELP or VERSION if it has --help or --version."""
     try:  # the rest of a line with --help or --version is ignored
         return _parse(argv)
     except UsageError as error:
@@ -147,14 +147,14 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
         raise UsageError(put_before_fix(str(error), make_hint(words))) from error
 
 
-def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:
-    seconds = FAMILY_WORDS[first]
-    listed = f's of {first} are {", ".join(seconds[:-1])} and {seconds[-1]}' if seconds[1:] else f' is {seconds[0]}'
+def _make_incomplete_error(family: str, word: str | None = None, *_: str) -> UsageError:
+    *others, last = FAMILY_WORDS[family]
+    listed = f's of {family} are {", ".join(others)} and {last}' if others else f' is {last}'
     choices = f'the subcommand{listed}'
-    if second is None:
-        return UsageError(f'{first!r} is not a complete command: {choices}. Try: eschedule help {first}')
-    also = f' ({suggestion})' if (suggestion := suggest((first, second))) else ''
-    return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {choices}')
+    if word is None:
+        return UsageError(f'{family!r} is not a complete command: {choices}. Try: eschedule help {family}')
+    also = f' ({suggestion})' if (suggestion := suggest((family, word))) else ''
+    return UsageError(f'{f"{family} {word}"!r} is not a command{also}: {choices}')
 
 
 def _match_command(words: Sequence[str]) -> str:

@@ -432,6 +432,7 @@ def _format_interface(interface: Interface) -> str:
 
 
 def _record_to_dict(record: Record, computes: Computes, absences: Absences) -> dict[str, object]:
+    """Return the record as JSON: `state` as recorded, with its host, and whether it is stale."""
     host = {'host': computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
     stale = absences.is_stale(record)
     host['host_last_seen'] = absences.last_seen.get(record.compute) if stale else None

@@ -158,6 +158,7 @@ class _Reader:
         return Desired(order, weigh, origins | flavor_origin, has_own_name=order.name is not None)
 
     def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
+        """Return the query by flavor, query and `on`, and {'query': origin} if it has a flavor."""
         flavor = section.read('flavor', yaml.parse_text, None)
         query = section.read('query', yaml.make_text_parser(lambda text: queries.check_query(text, flavor is None)), '')
         on = section.read('on', yaml.parse_text, None)
@@ -176,7 +177,7 @@ class _Reader:
         return query, {} if flavor is None else {'query': f'flavor {flavor}'}
 
     def _complete_query(self, query: str, on: str | None) -> str:
-        """Check a query, also with placement, and return it with uuids and restricted to `on`."""
+        """Return the query with uuids and restricted to `on`, or raise UsageError, also placement's."""
         if lacking := list_missing_classes(queries.parse_names(query).classes):
             advice = f'add {",".join(f"{name}:…" for name in lacking)} to resources='
             raise UsageError(f'lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
@@ -259,7 +260,7 @@ class _Reader:
 
     @staticmethod
     def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns, or record a mistake of the file and return the default."""
+        """Return read(), or record its ValueError or exit code 2, 4 or 5, and return the default."""
         try:
             return read()
         except (EcompError, ValueError) as error:

@@ -24,7 +24,7 @@ class KeyIndex:
         self.requests = dict(requests)
         self._list_records = records
 
-    def remember(self, instance: str, compute: str) -> None:
+    def add_missing_request_key(self, instance: str, compute: str) -> None:
         self.requests.setdefault(instance, [keys.request(compute, instance)])
 
     @cached_property

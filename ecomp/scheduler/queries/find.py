@@ -125,7 +125,7 @@ def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> Inst
     if queue_entry is not None:
         return InstanceEntries(read_queued_record(queue_entry), None, None, queue_entry)
     if key_index is not None and places.compute:
-        key_index.remember(instance, places.compute)
+        key_index.add_missing_request_key(instance, places.compute)
     return from_places(places)
 
 
