@@ -155,8 +155,7 @@ class Snapshot(NamedTuple):
 class Fence(NamedTuple):
     """A condition of each commit: the store's owner still holds its key (rule: single-owner).
 
-    `on_broken` is called, from any thread, when a commit fails because the fence does not hold. It must be quick. A
-    commit that only deletes compares `delete_condition`, if any: a full etcd accepts deletes, but no put of the key.
+    `on_broken` is called, from any thread, when a commit fails because the fence does not hold. It must be quick.
     """
 
     condition: Unchanged
@@ -164,6 +163,8 @@ class Fence(NamedTuple):
     delete_condition: Unchanged | None = None
 
     def select_condition(self, operations: Writes) -> Unchanged:
+        """Return `delete_condition`, if any, for a commit that only deletes, else `condition`."""
+        # A full etcd accepts deletes, but no put of the key.
         if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.delete_condition
         return self.condition

@@ -468,8 +468,7 @@ def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> st
 def is_transient(error: CallFailure) -> bool:
     """Return whether etcd did nothing, but will if it is asked again soon."""
     electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
-    changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
-    return electing or changed
+    return electing or (error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED)
 
 
 def is_learner(error: CallFailure) -> bool:

@@ -182,7 +182,7 @@ def _prepare_destroy(
 
 
 def make_tombstone(store: Store, entries: InstanceEntries, successor: str | None = None) -> tuple[list[Unchanged], Put]:
-    """Return the conditions and the write that ask for a destroy."""
+    """Return a destroy's conditions (request or, without one, record unchanged) and its write."""
     record, entry = entries.record, entries.record_entry
     request_key = keys.request(record.compute, record.instance)
     request = entries.request

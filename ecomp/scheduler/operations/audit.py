@@ -426,6 +426,7 @@ class Repairs:
     def _commit(
         self, finding: Finding, operations: Sequence[Put | Delete], message: str, *conditions: Unchanged, lease: int = 0
     ) -> str:
+        """Commit, or raise StaleFindingError and revoke `lease`, which the puts are already on."""
         as_read = self._make_conditions(*finding.keys)
         if commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease) is None:
             raise StaleFindingError

@@ -147,7 +147,7 @@ def _describe_home_elsewhere(world: World, instance: str, compute: str) -> str:
 
 
 def find_leftovers(world: World, compute: str) -> list[Finding]:
-    """Find what is to be repaired once this compute does not exist."""
+    """Find the destroys to complete, and requests and claims to remove, for a forgotten compute."""
     there = world.find_inhabitants(compute)
 
     def make(code: str, name: str, sentence: str) -> Finding:

@@ -104,7 +104,10 @@ class Claimer:
     foreign: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim the candidates for which there is room, and return the instances with a claim."""
+        """Claim the candidates for which there is room, and return the instances with a claim.
+
+        Raises Conflict for a claim that others keep changing, PlacementRefusal if its providers exist.
+        """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
             return self._claim_part(candidates)
@@ -126,7 +129,7 @@ class Claimer:
         return set().union(*(call.result() for call in done))
 
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim in one call or, if that is refused, in halves, and return the instances claimed."""
+        """Claim in one call, else in halves, or raise Conflict or PlacementRefusal for an instance."""
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
@@ -163,8 +166,7 @@ class Claimer:
             raise Conflict(f'{instances}: another eschedule took over this uuid, or this eschedule was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
-        names = (providers.read_provider_name(self.placement, provider) for provider in candidate.allocations)
-        return all(name is not None for name in names)
+        return all(providers.read_provider_name(self.placement, each) is not None for each in candidate.allocations)
 
 
 def split_into_blocks(candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:

@@ -16,10 +16,7 @@ Backend: TypeAlias = 'Future[tuple[Placement, Offer]]'
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
-    """Query placement in a thread, and return a future of the client and its offer.
-
-    Without a query the offer is empty.
-    """
+    """Return a future of a client of placement and its offer, which is empty without a query."""
     # Imports and waiting take most of a claim's time. Placement's modules come first, so that placement answers while
     # those for etcd are imported.
     from ecomp.placement.allocations import read_candidates
