@@ -41,10 +41,7 @@ class EntriesByCompute(Generic[Kind]):
     claimless: set[str] = field(default_factory=set)  # found by mark_claimless() without the claim
 
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
-        """If several computes have a request, add those without the claim to `claimless`.
-
-        They are queried from the oldest request on, until one has the claim.
-        """
+        """Add the computes of several requests to `claimless`, by age, until one has the claim."""
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._make_age_key):

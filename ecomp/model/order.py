@@ -278,7 +278,7 @@ class Request(Order):
         return self.resize.resources if self.resize else self.resources
 
     def plan_size(self, amounts: Resources) -> Resources:
-        """Return guest_size with some `amounts` replaced, or raise Conflict or UsageError."""
+        """Return guest_size with these `amounts`, or raise Conflict if adopted, or UsageError."""
         if self.is_adopted:
             raise Conflict(f'{self.instance}: is adopted, so ecomp does not change it. Try: virsh edit')
         classes = [name for held in self.allocations.values() for name in held]

@@ -77,7 +77,10 @@ class Demand(Protocol):
 
 
 def sum_charges(project: str, demands: Iterable[Demand], read_record: Callable[[str], Record | None]) -> dict[str, int]:
-    """Sum what the requests of a project charge, counting the last one of each instance."""
+    """Sum what the requests of a project charge, the last one of each instance.
+
+    Only a tombstone without resources calls `read_record`, and charges what its record has.
+    """
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
         if isinstance(demand, Request) and demand.is_tombstone and demand.replaced_by:

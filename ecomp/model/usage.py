@@ -9,7 +9,7 @@ from typing import Any
 from ecomp.model.json_object import load_object
 from ecomp.model.parsers import format_reason
 
-# Amounts by name, without unknown ones. Names of counters end in `_total`, those of their rates in `_per_second`.
+# Amounts by name, without unknown or malformed ones. Counters end in `_total`, their rates in `_per_second`.
 Amounts = Mapping[str, float]
 # The amounts of a compute's guests, by instance, and of the HOST, with `seconds`, the time on its monotonic clock.
 Measurement = Mapping[str, Amounts]
@@ -19,7 +19,7 @@ MIN_SECONDS = 0.1
 
 
 def parse_answer(value: bytes) -> Measurement:
-    """Parse {"used": {HOST or instance: {name: amount}}}, or raise ValueError with its error."""
+    """Parse {"used": {HOST or instance: amounts}}, or raise ValueError with its "error"."""
     data = load_object(value)
     if not isinstance(data.get('used'), dict):
         raise ValueError(format_reason(data.get('error', 'its answer is malformed')))

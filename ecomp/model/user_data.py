@@ -94,7 +94,7 @@ class _UserData(NamedTuple):
 
 
 class SharedUserData(NamedTuple):
-    """User-data of a set: its SHA-256, for each request, and the value of the key that has it."""
+    """User-data of a set: each request has its `sha256`, and the key at /user-data the `text`."""
 
     sha256: str
     text: str
