@@ -350,7 +350,7 @@ class Compute:
         self.on_computes = self._presence.on_computes
 
     def register(self) -> None:
-        """Check and register this compute, if etcd is familiar, and make its parts."""
+        """Make this compute's parts and, if etcd is familiar, check and register the compute."""
         config, fake, familiar, placement = self.config, self.fake, self.is_familiar_etcd, self.placement
         # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
@@ -426,7 +426,7 @@ class Compute:
         )
 
     def start(self) -> None:
-        """Publish the presence key, and begin to plan and take requests, if etcd is familiar."""
+        """If etcd is familiar, publish the presence key, and begin to plan and take requests."""
         familiar, at_exit = self.is_familiar_etcd, self._at_exit
         if self.fake is None:  # the fake hypervisor notifies
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))

@@ -96,8 +96,7 @@ READING_ADDRESSES = 'reading the addresses of %s'
 class Planner:
     """The requests of one compute, and the tasks that are in flight or deferred.
 
-    step(), list_due_times() and recheck() must not run concurrently. All other methods are thread-safe. The caller of
-    step() calls begin() for each work before a thread carries it out.
+    step(), list_due_times() and recheck() must not run concurrently. All other methods are thread-safe.
     """
 
     def __init__(self, instances: Instances, failures: FailureLog) -> None:
@@ -133,7 +132,7 @@ class Planner:
         self.on_wake_up()
 
     def begin(self, work: Work) -> None:
-        """Note that the work is in flight, until carry_out() or hand_back() finishes it."""
+        """Note, before a thread gets it, that work is in flight until carry_out() or hand_back()."""
         with self._lock:
             self._in_flight[work.instance] = work
 
@@ -142,7 +141,7 @@ class Planner:
             return dict(self._in_flight)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
-        """Return the work for the requests in `state` that is neither in flight nor deferred."""
+        """Return the work that is due, for the caller to begin(), and cancel builds before destroys."""
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
         busy = self.get_in_flight().keys()

@@ -46,7 +46,7 @@ HOST = {
     'an address whose record was lost is left': make_bug(
         'ecomp.agent.instance.records:Records.remove_stale_address', return_constant(None), 'record_removed_of_active'),
     'a half-built guest whose record was lost is called built': make_bug(
-        'ecomp.agent.instance.instances:Instances.build', replace_assignment('is_begun', 'stored is not None'),
+        'ecomp.agent.instance.instances:Instances.build', replace_assignment('is_build_begun', 'stored is not None'),
         'record_removed_of_half_a_guest'),
     'a built guest that is off is built over': make_bug(
         'ecomp.agent.instance.instances:Instances._may_have_run', drop_operand('is_ours'), 'off_before_it_was_active'),

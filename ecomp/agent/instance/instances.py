@@ -221,11 +221,11 @@ class Instances:
         if stored is None:
             self.records.remove_stale_address(instance, revision, is_here=guest is not None)
         remembered = self.memory.get_entries().get(instance)
-        is_begun = stored is not None or (remembered is not None and remembered.record.state == BUILDING)
+        is_build_begun = stored is not None or (remembered is not None and remembered.record.state == BUILDING)
         pending_failure = remembered.failure if remembered is not None else None
-        if guest is not None and self._may_have_run(guest, is_begun, pending_failure):
+        if guest is not None and self._may_have_run(guest, is_build_begun, pending_failure):
             # No guest is rebuilt or removed because records are missing.
-            self._adopt(record, revision, request, guest, has_lost_record=stored is None, start_if_off=is_begun)
+            self._adopt(record, revision, request, guest, has_lost_record=stored is None, start_if_off=is_build_begun)
             return
         if pending_failure is not None:
             # Keep the failure with which it was being ended: what is missing since then is a consequence.
@@ -250,10 +250,11 @@ class Instances:
         else:
             self._record_built(attempt)
 
-    def _may_have_run(self, guest: Guest, is_begun: bool, pending_failure: Failure | None) -> bool:
+    def _may_have_run(self, guest: Guest, is_build_begun: bool, pending_failure: Failure | None) -> bool:
+        """Return False if the guest is off, and was left by an unfinished or failed build of ours."""
         # Built with our mark, or of no build that was begun here (a build is remembered first).
         is_ours = guest.is_built and guest.compute == self.compute
-        return guest.running or (pending_failure is None and (is_ours or not is_begun))
+        return guest.running or (pending_failure is None and (is_ours or not is_build_begun))
 
     def rebuild(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Build a guest in place of the one that is there, unless that was done.
@@ -712,7 +713,10 @@ class Instances:
         self.records.write(record, revision)
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Start the domain, and return why that failed, or None."""
+        """Start the domain, and return why that failed, or None, for the caller to record.
+
+        Superseded, Unreachable and, before MAX_ATTEMPTS, WorkerDied are raised: then the task is to be repeated.
+        """
         # If this host was silent since the plan, another one may have the instance: no start without a look at etcd.
         self.records.require_revision(record.instance, revision)
         self.guest_data.remove_report(record.instance)

@@ -235,12 +235,11 @@ class _Worker:
 
 # Not a multiprocessing.Pool, which never reports a job whose worker was killed.
 class Workers:
-    """`size` worker processes for one job of any kind each, and one more for STOPPING_STEPS.
+    """Worker processes: `size` run any jobs, one at a time, and one more only STOPPING_STEPS.
 
     The last one stops guests while the others download. Jobs start in order, STOPPING_STEPS first. Builds of an image
     that a worker is downloading wait for it and share its outcome. While other jobs are queued, an extra worker makes
-    up for each that downloads. `waker` interrupts tend(), also from a signal handler.
-    Any thread may call run() and cancel(), but only the main thread tend().
+    up for each that downloads. `waker` interrupts tend(), even in a signal handler. Only tend() needs the main thread.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: WorkerMain = main) -> None:
@@ -433,6 +432,7 @@ class Workers:
                 self._waiting.remove(other)
 
     def _reap(self, worker: _Worker) -> None:
+        """Remove a dead worker and fail its jobs, and delay its successor if it died young."""
         self._receive(worker)  # its last messages may still be in the pipe
         worker.process.join()
         with self._lock:
