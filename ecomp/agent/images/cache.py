@@ -64,7 +64,7 @@ class BaseHold:
 
 
 class BaseVolumes:
-    """The base volumes in `directory`, kept with all downloads below `limit_bytes` by eviction."""
+    """Base volumes in `directory`, evicted to keep them and all downloads below `limit_bytes`."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory, self._limit_bytes = directory, limit_bytes
@@ -148,7 +148,7 @@ class BaseVolumes:
             return _hold_file(path)
 
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
-        """Evict for an open download, extend it to `size_bytes` or more, and return its length."""
+        """Evict, extend a download to `size_bytes` or more, and return that, or raise BuildFailed."""
         with self._hold_lock():
             free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
             size_bytes += min(ahead_bytes, free // 4)  # other downloads count the added bytes as used
@@ -166,11 +166,11 @@ class BaseVolumes:
                 if is_idle:
                     part.unlink(missing_ok=True)
 
-    def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict until `more_bytes` fit, and return the bytes then free, or raise BuildFailed."""
-        size, limit = _format_size(size_bytes), _format_size(self._limit_bytes)
+    def _make_room(self, more_bytes: int, image_bytes: int) -> int:
+        """Evict until `more_bytes` fit, and return the bytes free beyond them, or raise BuildFailed."""
+        size, limit = _format_size(image_bytes), _format_size(self._limit_bytes)
         fix = 'Fix: increase `image_cache:` in compute.yaml of this host'
-        if size_bytes > self._limit_bytes:
+        if image_bytes > self._limit_bytes:
             raise BuildFailed('image', f'the image is {size}, but `image_cache:` allows {limit}. {fix}')
         files = {path: _stat(path) for kind in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{kind}')}
         used = sum(size for _, size in files.values())
@@ -188,7 +188,7 @@ class BaseVolumes:
                 used -= files[path][1]
         try:
             if used + more_bytes > self._limit_bytes:
-                others = f'{_format_size(used + more_bytes - size_bytes)} of the {limit} that `image_cache:` allows'
+                others = f'{_format_size(used + more_bytes - image_bytes)} of the {limit} that `image_cache:` allows'
                 reason = f'the image is {size}, but base volumes and downloads that are in use take {others}. {fix}'
                 raise BuildFailed('image', reason)
             for path in evicted:
