@@ -48,7 +48,7 @@ def parse_name_owner(entry: Entry) -> str:
 def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
     """Return the change that deletes a name if the instance owns it, or moves it to a lease."""
     entry = store.get(keys.name(name)) if name else None
-    if entry is None or not _is_held_by(entry, instance):
+    if entry is None or not _is_owned_by(entry, instance):
         return [], []
     operation: Put | Delete = Put(entry.key, entry.value.decode(), record_lease) if record_lease else Delete(entry.key)
     return [Unchanged(entry.key, entry.revision)], [operation]
@@ -57,7 +57,7 @@ def release_name(store: Store, name: str | None, instance: str, record_lease: in
 def restore_name(store: Store, name: str | None, instance: str) -> Change | None:
     """Return the change that restores an instance's name, or None if another living one has it."""
     entry = store.get(keys.name(name)) if name else None
-    if name is None or (entry is not None and not entry.lease and _is_held_by(entry, instance)):
+    if name is None or (entry is not None and not entry.lease and _is_owned_by(entry, instance)):
         return [], []
     if entry is not None and not entry.lease:
         return None
@@ -237,9 +237,9 @@ def _read(store: Store, key: str, kind: type[Shared], **key_fields: str) -> tupl
     return decode_at(key, kind, entry.value, **key_fields), Unchanged(key, entry.revision)
 
 
-def _is_held_by(entry: Entry, instance: str) -> bool:
+def _is_owned_by(name_entry: Entry, instance: str) -> bool:
     try:
-        return decode(NameOwner, entry.value).instance == instance
+        return decode(NameOwner, name_entry.value).instance == instance
     except ValueError:
         return False
 

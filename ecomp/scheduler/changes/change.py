@@ -163,7 +163,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
-    """Return a function that commits the destroy (None: the reads were stale), and a sentence."""
+    """Return a function that commits the destroy, or returns None if outdated, and a sentence."""
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute, doubts)
     record, compute = entries.record, entries.record.compute

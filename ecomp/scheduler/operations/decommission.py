@@ -105,9 +105,9 @@ def wait_until_drained(  # noqa: PLR0913
     report: Callable[[str], None],
     stop_guests: Callable[[], Collection[str]] | None = None,
 ) -> None:
-    """Wait until a disabled compute has no request, no claim and no earlier attempt in flight.
+    """Wait until a disabled compute has no request and no claim, and no attempt may choose it.
 
-    With `stop_guests`, the guests it returns count instead of requests and claims. `deadline` ends in StillGoing.
+    With `stop_guests`, the guests it returns count instead of requests and claims. StillGoing is raised at `deadline`.
     """
     # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
     # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.

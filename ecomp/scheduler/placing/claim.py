@@ -264,7 +264,7 @@ def _require_oldest(store: Store, attempt: str, value: Mapping[str, object], rev
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None], old_instances: Collection[str] = ()) -> Change:
-    """Return the change that gives instances these names, or raise Conflict if a name is taken."""
+    """Return the change that gives names, or raise Conflict if another living instance has one."""
     named = {name: instance for instance, name in names.items() if name is not None}
     entries = store.read([keys.name(name) for name in named]) if named else {}
     conditions = [
@@ -275,7 +275,7 @@ def reserve_names(store: Store, names: Mapping[str, str | None], old_instances: 
 
 
 def require_free_name(store: Store, name: str, entry: Entry | None, owners: Collection[str]) -> Unchanged:
-    """Return the condition that a name stays free, or raise Conflict if another instance has it."""
+    """Return the condition to take a name, or raise Conflict if another living instance has it."""
     if entry is None:
         return Unchanged(keys.name(name), 0)
     from ecomp.scheduler.queries.find import find  # most names are free

@@ -218,13 +218,12 @@ def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> st
     return f'had room{when}, but placement refused: another request probably took it. Try: the same command again'
 
 
-def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
-    typed = '' if compute_argument is None else f'--on {compute_argument}'
+def _parse_constraints(query: str, on: str | None = None) -> tuple[Constraint, ...]:
+    """Parse a query, exclude disabled providers, and mark its in_tree as the argument of --on."""
+    typed = '' if on is None else f'--on {on}'
     return tuple(
-        constraint._replace(argument=typed)
-        if isinstance(constraint, Requirement) and constraint.key == 'in_tree'
-        else constraint
-        for constraint in parse_query(exclude_disabled(query))
+        part._replace(argument=typed) if isinstance(part, Requirement) and part.key == 'in_tree' else part
+        for part in parse_query(exclude_disabled(query))
     )
 
 

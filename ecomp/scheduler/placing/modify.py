@@ -42,7 +42,7 @@ def protect(store: Store, instance: str, is_protected: bool, key_index: KeyIndex
 
 
 def rename(store: Store, instance: str, name: str) -> str:
-    """Give an instance another name, and return a sentence about it."""
+    """Name an instance, and return a sentence, or raise Conflict if a living one has the name."""
 
     def make(request: Request, _record: Record) -> Rewriting | None:
         if request.name == name:
@@ -117,7 +117,6 @@ def _announce(store: Store, lease: int, instance: str, owner: Owner) -> Unchange
 
 
 def _enlarge(placement: Placement, instance: str, target: Allocations) -> None:
-    """Claim the larger amounts, which the request does not have yet."""
     consumer = read_consumer(placement, instance)
     if consumer.allocations.keys() != target.keys():
         raise Conflict(f'{instance}: its claim in placement differs from its request. Try: eschedule check')
@@ -141,7 +140,11 @@ def _explain_lack(placement: Placement, claim: Allocations, target: Allocations)
 
 
 def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
-    """Request a rebuild, and return a sentence about it, and the number of the rebuild."""
+    """Request a rebuild, and return a sentence about it, and the number of the rebuild.
+
+    Raises:
+        Conflict: it is adopted or protected, its user-data is no longer in etcd, or others keep changing it.
+    """
     numbers = [-1]
 
     def make(request: Request, _record: Record) -> Rewriting | None:

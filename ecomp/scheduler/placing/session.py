@@ -525,7 +525,7 @@ def add_state(error: Unreachable, state: str) -> Unreachable:
 
 @contextmanager
 def add_unchanged() -> Iterator[None]:
-    """Add to an Unreachable of the block that nothing was changed."""
+    """Add `nothing was changed` to the message of an Unreachable that the block raises."""
     try:
         yield
     except Unreachable as error:

@@ -99,7 +99,7 @@ def remove_instances(store: Store, change: StackChange) -> None:
     if commit_with_shared(store, [], [], make_change) is None:
         raise Conflict(_RACE_LOST.format(change.stack.name, f'; {UNCHANGED}'))
     failpoint('stack-removed')
-    _revoke_error_records(store, change.removals)
+    _revoke_leases_of_error_records(store, change.removals)
 
 
 def _make_stack_change(store: Store, change: StackChange, computes: Mapping[Place, str]) -> Change:
@@ -109,7 +109,7 @@ def _make_stack_change(store: Store, change: StackChange, computes: Mapping[Plac
     return [Unchanged(key, change.revision)], [Put(key, encode(stack, **store.make_stamp()))]
 
 
-def _revoke_error_records(store: Store, removals: Sequence[OldInstance]) -> None:
+def _revoke_leases_of_error_records(store: Store, removals: Sequence[OldInstance]) -> None:
     for removal in removals:
         record_entry = removal.entries.record_entry
         if removal.entries.record.state == ERROR and record_entry is not None:
@@ -270,7 +270,7 @@ class _Application:
         if not revision:
             raise self._make_race_error()
         failpoint('stack-delivered')
-        _revoke_error_records(store, self.change.removals)
+        _revoke_leases_of_error_records(store, self.change.removals)
         try_revoke(store, self.session.lease)
         return {instance: candidate.compute for instance, candidate in claims.items()}
 

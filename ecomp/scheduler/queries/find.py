@@ -156,7 +156,7 @@ def from_places(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
 
 
 def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
-    """Make an instance's entries from its request alone, valid or not."""
+    """Make an instance's record, and its entries, from its request alone, even a malformed one."""
     if places.request is None:
         return None
     return InstanceEntries(make_scheduled_record(places.request.key, places.request.value), None, places.request)
