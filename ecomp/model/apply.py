@@ -125,6 +125,7 @@ def _spare_protected(step: Action, current: Current) -> Action:
 def _plan_entry(
     entry: str, desired: Desired, current: Current | None, owners: Mapping[str, str], replaced: Collection[str] | None
 ) -> Action:
+    """Plan an entry, replaced only if it or its member is in `replaced` (ALL_MEMBERS: any)."""
     name = desired.order.name
     owner = owners.get(name or '')
     if owner is not None and (current is None or current.record.instance != owner):

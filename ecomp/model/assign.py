@@ -137,7 +137,6 @@ class Planner:
 
     @cached_property
     def rooms(self) -> dict[str, dict[str, Room]]:
-        """The room of each provider in all answers."""
         rooms: dict[str, dict[str, Room]] = {}
         for offer in self.offers.values():
             for provider, room in offer.rooms.items():

@@ -41,7 +41,6 @@ class UnmetConstraint:
 
     @property
     def is_disabled(self) -> bool:
-        """True if the constraint fails because the provider is disabled."""
         return _requires_enabled(self.constraint)
 
 
@@ -77,7 +76,7 @@ def explain_uncovered(query: Iterable[Constraint], provider: Provider) -> str | 
 
 
 def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints that fail on a provider, first that it has to be enabled."""
+    """Find the query's constraints that fail on a provider, and sort the one on DISABLED first."""
     # Required classes are never dropped, so a query that has one keeps resources when another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
     results = (_find_unmet(constraint, provider, can_drop) for constraint in query)

@@ -197,7 +197,6 @@ class Record(Order):
         return self.addresses[0].address if self.addresses else None
 
     def has_resize_failed(self, resize: Resize | None) -> bool:
-        """Return whether the domain could not be given this size."""
         return resize is not None and self.resize == resize._replace(resources={})
 
     def has_rebuilt(self, number: int) -> bool:
@@ -250,17 +249,17 @@ def make_scheduled_record(key: str, value: bytes) -> Record:
 
 
 def plan_drain(
-    records: Mapping[str, Record | None], powers: Mapping[str, PowerAction | None], changed_guests: Collection[str]
+    records: Mapping[str, Record | None], powers: Mapping[str, PowerAction | None], stopped_before: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return which guests of a drained host to stop now, and which are to be waited for."""
+    """Return which guests of a drained host to stop (not `stopped_before`), and which to await."""
     to_stop, to_await = [], []
     for instance, record in records.items():
         power = powers.get(instance)
         pending = power if record and power and not power.is_done(record.power) else None
         if record is None or record.state not in (ACTIVE, STOPPED, ERROR, GONE) or (pending and pending.action == STOP):
             to_await.append(instance)
-        # One of `changed_guests`, stopped earlier, runs again because its user started it.
-        elif (record.state == ACTIVE or (record.state == STOPPED and pending)) and instance not in changed_guests:
+        # One that was stopped before, and runs again, was started by its user, and is not waited for either.
+        elif (record.state == ACTIVE or (record.state == STOPPED and pending)) and instance not in stopped_before:
             to_stop.append(instance)
     return to_stop, to_await
 
@@ -320,6 +319,5 @@ def describe_failure(record: Record) -> str:
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
-    """Return cloud-init's reason why the guest of an instance will never be ready."""
     failure = f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}'
     return f'{make_printable(failure)}; the guest keeps running'

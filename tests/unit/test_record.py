@@ -249,7 +249,7 @@ DRAIN_STOP = PowerAction('stop', BOOTED, 'drain')
 
 
 @pytest.mark.parametrize(
-    ('record', 'power', 'changed_guests', 'expected'),
+    ('record', 'power', 'stopped_before', 'expected'),
     [
         (HERE, None, (), 'stop'),
         (HERE, PowerAction('start', MAC), (), 'stop'),
@@ -267,9 +267,9 @@ DRAIN_STOP = PowerAction('stop', BOOTED, 'drain')
     ],
 )
 def test_drain_stops_what_runs_and_awaits_what_will_be_off(
-    record: Record | None, power: PowerAction | None, changed_guests: tuple[str, ...], expected: str | None
+    record: Record | None, power: PowerAction | None, stopped_before: tuple[str, ...], expected: str | None
 ) -> None:
-    to_stop, to_await = plan_drain({BOOTED: record}, {BOOTED: power}, changed_guests)
+    to_stop, to_await = plan_drain({BOOTED: record}, {BOOTED: power}, stopped_before)
     assert (to_stop, to_await) == ([BOOTED] if expected == 'stop' else [], [BOOTED] if expected == 'await' else [])
 
 
