@@ -82,7 +82,6 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
 
 
 def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
-    """Return the JSON document of `eschedule why`."""
     record, choice, group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
     membership = group and {**group.membership._asdict(), 'others': explanation.other_members}
     document = {field: getattr(record, field) for field in ('instance', 'compute', 'query')}
@@ -310,7 +309,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
     is_reported = history.next_revision > 1  # the events before these were printed already
     for changes in history:
         if not is_reported:
-            _report_since(ctx, history.oldest_revision)
+            _print_extent(ctx, history.oldest_revision)
             is_reported = True
         presences = {keys.get_last_part(each.key): each.after for each in changes if each.key.startswith(keys.COMPUTES)}
         if presences and not history.is_past:
@@ -318,7 +317,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
         computes = _add_hostnames(computes, presences)
         yield from make_events(changes, computes.format_name)
     if not is_reported:
-        _report_since(ctx, history.oldest_revision)
+        _print_extent(ctx, history.oldest_revision)
 
 
 def _add_hostnames(computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
@@ -327,10 +326,10 @@ def _add_hostnames(computes: Computes, presences: Mapping[str, bytes | None]) ->
     return replace(computes, stored_hostnames={**computes.stored_hostnames, **new}) if new else computes
 
 
-def _report_since(ctx: Context, since: int) -> None:
+def _print_extent(ctx: Context, oldest_revision: int) -> None:
     part = '' if ctx.options.lines is None else f'the last {ctx.options.lines} of '
-    extent = 'all events' if since == 1 else f'the events since revision {since}; etcd keeps no older ones'
-    ctx.out.say(f'printing {part}{extent}')
+    extent = f'the events since revision {oldest_revision}; etcd keeps no older ones'
+    ctx.out.say(f'printing {part}{"all events" if oldest_revision == 1 else extent}')
 
 
 class EventFormatter:
@@ -352,7 +351,6 @@ class EventFormatter:
         return name or self._names.get(instance, '')
 
     def format_line(self, event: Event) -> str:
-        """Return the line of an event, with its time or else its revision."""
         name, when = self.remember_name(event), event.time or f'revision {event.revision}'
         is_ambiguous = len(self._instances.get(name, ())) > 1 and event.instance[:8] not in event.says
         subject = f'{name} ({event.instance[:8]})' if is_ambiguous else name or event.instance

@@ -111,7 +111,8 @@ def _read_file_records(ctx: Context, path: str) -> list[Record]:
 def select_instances(ctx: Context) -> list[Record]:
     """Replace ctx.words by the instances that options select, and return their records.
 
-    If no option selects, ctx.words stay, and the result is [].
+    If no option selects, ctx.words stay, and the result is []. A --file without instances leaves no words.
+    Other options that match nothing raise NotFound.
     """
     if not has_selectors(ctx.options) and ctx.options.file is None:
         return []

@@ -140,7 +140,7 @@ def make_group_listing(groups: Sequence[Group], computes: Computes, names: Mappi
 
 
 def make_member_listing(groups: Sequence[Group], naming: Computes, names: Mapping[str, str], is_array: bool) -> Listing:
-    """List the members of groups, in JSON those of the first group only unless `is_array`."""
+    """List the members of one group or more, in JSON the first group's object unless `is_array`."""
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', min_width=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
@@ -169,7 +169,7 @@ def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List limits and use, a row a resource, in JSON of the first project unless `is_array`."""
+    """List limits and use by resource, in JSON the first project's object unless `is_array`."""
     rows = []
     for item in quotas:
         for name in list_classes(item):
