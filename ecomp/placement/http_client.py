@@ -249,7 +249,7 @@ class Connections:
         return connection
 
     def _make_tls_context(self) -> ssl.SSLContext:
-        # Unusable files raise Unreachable, because a later call may find usable ones.
+        """Make the context, or raise Unreachable for unusable files: a later call may find others."""
         config = self._config
         try:
             for path in (config.ca_cert, config.cert_cert, config.cert_key):

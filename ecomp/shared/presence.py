@@ -91,7 +91,7 @@ class Presence:
             self._store.commit([Unchanged(self._key, IMPOSSIBLE_REVISION)], [Put(self._key, '')], use_fence=False)
 
     def add_fields(self, **fields: object) -> None:
-        """Add fields to the value, before start(): a later change would look like a copy's key."""
+        """Add fields to the key's value, before start(): later they would look like another owner's."""
         self._value = {**self._value, **fields}
 
     def publish(self, key: str, value: str | None, is_urgent: bool = False) -> None:

@@ -462,6 +462,7 @@ class Store:
     def watch(
         self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
+        """Return the answers: iterating over them sends the watches, and may raise CallFailure."""
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
 

@@ -97,10 +97,10 @@ class Transport:
     def reserve(self, deadline: float) -> Iterator[None]:
         """Reserve the connection for this thread, and wait until `deadline` for it to be usable.
 
-        With other endpoints, it waits for the connection to be made only NEXT_MEMBER_SECONDS.
+        If the config has other endpoints, the connection has to be made within NEXT_MEMBER_SECONDS.
 
         Raises:
-            CallFailure: there is no usable connection (as unsent), or the body breaks it by an OSError or H2Error.
+            CallFailure: no connection is usable (then `unsent` is True), or the body raised an OSError or H2Error.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
@@ -375,7 +375,7 @@ class EtcdMember(Transport):
     def watch(
         self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
-        """Return the answers to the watches, which are sent once the answers are iterated over."""
+        """Return the answers: iterating over them sends the watches, and may raise CallFailure."""
         return WatchStream(self, requests, duration_seconds, progress_seconds)
 
 
@@ -385,8 +385,8 @@ class WatchStream:
 
     With `progress_seconds` etcd is asked for its progress after each such silence. An empty answer is yielded after it
     and after whatever else arrives, so that the consumer can limit its wait for answers.
-    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED after `duration_seconds` (as
-    unsent: no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
+    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED after `duration_seconds` (with
+    `unsent`, no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
     """
 
     _transport: Transport
