@@ -132,7 +132,7 @@ class Hypervisor(Protocol):
         """Remove the autostart of our domains, so that libvirt starts none before ecompute does."""
 
     def watch_changes(self, notify: Callable[[str], None], on_network: Callable[[str], None] | None = None) -> None:
-        """Report changes of guests and leases to notify(), of networks to on_network()."""
+        """Call notify(reason) when guests or leases change, and on_network(reason) for networks."""
 
     def close(self) -> None:
         """Close the connection, while guests keep running."""

@@ -251,6 +251,7 @@ class FakeHypervisor:
     restore_filters = disable_autostart = replug_interfaces
 
     def watch_changes(self, notify: Callable[[str], None], _on_network: Callable[[str], None] | None = None) -> None:
+        """Call `notify` with a reason in words, not an instance, at each change of a guest."""
         self._notify = notify
 
     def close(self) -> None:
