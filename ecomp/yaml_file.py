@@ -285,7 +285,6 @@ def make_choice_parser(*words: str) -> Callable[[Node], str]:
 
 
 def make_text_parser(check: Callable[[str], T]) -> Callable[[Node], T]:
-    """Make a parser of text that `check` converts."""
     return lambda node: check(parse_text(node))
 
 

@@ -491,7 +491,6 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 
 def find_name(options: argparse.Namespace) -> str:
-    """Return the name of the lab or cluster of fakes that a command means."""
     if options.name is not None:
         return require_lab_name(options.name)
     is_only = not (state.ROOT / 'lab').exists() and fakes.find(fakes.DEFAULT_NAME)

@@ -88,7 +88,6 @@ class LabRecord:
         return self.certs / f'operator-{OPERATOR}'
 
     def find_running(self, label: str) -> ServerProcess | None:
-        """Find the process that was started as `label`, if it still runs."""
         process = self.processes.get(label)
         return process if process is not None and machine.is_alive(process) else None
 
