@@ -182,7 +182,7 @@ def test_every_module_has_a_layer_and_every_layer_exists() -> None:
 
 
 # Each issue that shrinks the product lowers this number. Only an issue with a budget raises it, by that budget.
-MAX_PRODUCT_LINES = 41_245
+MAX_PRODUCT_LINES = 41_244
 
 
 def test_product_keeps_to_its_budget_of_lines() -> None:
