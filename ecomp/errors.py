@@ -47,7 +47,7 @@ def split_fix(message: str) -> tuple[str, str]:
 
 
 def put_before_fix(message: str, clause: str) -> str:
-    """Insert `clause` before the fix of `message`, and drop its own if both have one."""
+    """Insert `clause` before the fix of `message`, which then replaces a fix in `clause`."""
     text, cure = split_fix(message)
     return text + split_fix(clause)[0] + cure if cure else text + clause
 

@@ -157,7 +157,7 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity, but pass its failures of backends to another that has none."""
+        """Forget an activity. Another without failures takes over those of etcd or placement."""
         with self._lock:
             losses = [loss for loss in self._failing.pop(activity, []) if loss.is_backend]
             if losses:

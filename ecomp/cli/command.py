@@ -186,7 +186,7 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, read once. Empty for one word, None without answer of etcd."""
+        """All instances' keys, read once, empty if only one word was given, None if etcd is away."""
         from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:

@@ -394,7 +394,7 @@ def _find_form_problems(options: Options, has_columns: bool) -> Iterator[str]:
 
 
 def find_table_problems(options: Options, problem: str) -> Iterator[str]:
-    """Yield `<option> <problem>` for each given option of a table, -f csv and value included."""
+    """Yield `<option> <problem>` for each given option of tables, as which csv and value count."""
     given = {f'-f {options.format}': options.format in (CSV, VALUE), '-c': options.columns, '--sort': options.sort}
     given |= {'--no-header': options.no_header, '--wide': options.wide}
     yield from (f'{flag} {problem}' for flag, value in given.items() if value)

@@ -41,7 +41,7 @@ class EntriesByCompute(Generic[Kind]):
     claimless: set[str] = field(default_factory=set)  # found by mark_claimless() without the claim
 
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
-        """Add the computes of several requests to `claimless`, by age, until one has the claim."""
+        """Look for the claim on each requested compute in turn, and note those without it."""
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._make_age_key):

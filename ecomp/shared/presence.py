@@ -177,7 +177,7 @@ class Presence:
                 self._defer(False, error)
 
     def ensure_life_leases(self, known_leases: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the leases that show when this process was alive, `known_leases` or new ones."""
+        """Return the leases whose ages show when this process was alive, `known_leases` or new."""
         with self._grant_lock:
             if not self._life_leases:
                 # The first is renewed with the presence's lease, the second never (ecomp.model.host).

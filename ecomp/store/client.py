@@ -82,7 +82,7 @@ class Guard:
             self._learn(self.known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
-        """Learn from a member that may lag, or return False if its reply is foreign or older."""
+        """Learn from a reply, or return False if it is of another etcd or older than known."""
         if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
         # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.

@@ -126,7 +126,7 @@ class Hypervisor(Protocol):
         """Put interfaces that are on no bridge back on theirs, or give the guest a trouble."""
 
     def restore_filters(self) -> None:
-        """Apply the filters of guests again whose rules something removed."""
+        """Apply the filter of each guest again whose rules are gone."""
 
     def disable_autostart(self) -> None:
         """Remove the autostart of our domains, so that libvirt starts none before ecompute does."""

@@ -364,7 +364,7 @@ class Libvirt:
         self._unfiltered = unfiltered
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
-        """Yield our guests' interfaces, each with its instance, whose taps `find_taps` finds."""
+        """Yield (instance, interface) of our guests for the taps that `find_taps` returns."""
         taps = find_taps()
         guests = self._domains.list_guests() if taps else {}
         for instance in (name for name, guest in guests.items() if not guest.is_adopted):

@@ -357,7 +357,7 @@ def republish(
 
 
 def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
-    """End an instance again if an older etcd requests or queues it."""
+    """End an instance again that a restored etcd has as requested or queued."""
 
     def attempt() -> bool | None:
         state = _EtcdState(compute, store, instance)

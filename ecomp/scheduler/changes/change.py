@@ -93,7 +93,7 @@ def destroy(
     compute that claims a queued instance, or ''.
 
     Raises:
-        NotFound: the instance is gone or unknown. After a write that may have been done, it counts as destroyed.
+        NotFound: the instance is gone or unknown, and no lost answer of this call may have destroyed it.
     """
 
     def read_and_write(doubts: Doubts) -> str | None:

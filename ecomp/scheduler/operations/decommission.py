@@ -40,7 +40,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow placement on a compute, once it is alive, and return a sentence."""
+    """Enable a compute, at its start if it is not alive now, and return a sentence."""
     require_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(placement, compute, providers.TRAITS, lambda old: status.apply_enable(old, alive))

@@ -120,7 +120,7 @@ def adopt(  # noqa: PLR0913
 
 
 def _undo(session: Session, compute: str, display_name: str) -> str:
-    """Enable the host once it reserves again what the guests use, and return what is left to do."""
+    """Enable the host if it reserves again what the guests use, else return what is left to do."""
     problem = f'{display_name} may stay disabled until the command is repeated'
     try:
         if session.store.get(keys.adoption(compute)) is not None:
