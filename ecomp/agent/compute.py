@@ -256,7 +256,7 @@ class PlanningLoop:
         return next_time
 
     def _plan(self) -> float:
-        """Start due tasks and checks, and return when (monotonic) to plan again."""
+        """Start due tasks and checks, and return when (monotonic) to plan again, or raise."""
         now, state = time.monotonic(), self._state
         if state is None:
             return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner

@@ -100,7 +100,7 @@ def parse_plain_amounts(query: str) -> dict[str, int] | None:
 
 
 def read_amounts(query: str) -> dict[str, int]:
-    """Return {class: amount} of a query, or raise UnsupportedQueryError."""
+    """Return {class: amount} of a query without groups, or raise UnsupportedQueryError."""
     return {each.name: each.amount for each in parse_query(query) if isinstance(each, Amount)}
 
 

@@ -108,7 +108,7 @@ class Stack(NamedTuple):
         return {name: self.make_place(name, entry.incarnation).instance for name, entry in self.entries.items()}
 
     def with_delivered(self, computes: Mapping[Place, str]) -> Stack:
-        """Return the stack after these places were delivered to their computes."""
+        """Return the stack with a new or replaced entry for each of these delivered places."""
         delivered = {place.entry_name: StackEntry(place.incarnation, compute) for place, compute in computes.items()}
         return self._replace(entries={**self.entries, **delivered})
 

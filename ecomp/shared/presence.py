@@ -233,7 +233,7 @@ class Presence:
             return self._granted
 
     def ensure_published(self) -> None:
-        """Put the key if it has changed, then the other keys, and report loss and recovery."""
+        """Put the key and the others if changed, and report another owner, and its end, to on_…()."""
         attached = self._attached
         # Also what was published, because a write whose answer was lost may arrive after a later one.
         entries = self._store.read([self._key, *attached])

@@ -235,7 +235,7 @@ class Networks:
         return MISSING
 
     def find_trouble(self, attachment: Attachment) -> str:
-        """Return why no guest can be plugged in there now, or ''."""
+        """Return why no guest gets a port or address there now, or '', or raise EcompError."""
         kind, name = attachment
         if (state := self.read_state(attachment)) != USABLE or kind != 'network':
             return '' if state == USABLE else f'{kind} {name} is {state}'

@@ -346,8 +346,8 @@ def add_filter_reference(
 ) -> None:
     """Add a filter that blocks the services `blocked` to a domain's `<interface>`.
 
-    The guest may send only from its reserved `address`, or without one, if `by_dhcp`, from one that DHCP gives it. If it
-    has neither, only its MAC is checked. `mac6` is the MAC that may send IPv6, None for none.
+    The guest may send only from its reserved `address`, or without one, if `by_dhcp`, from one that DHCP gives it.
+    Without both, only its MAC is checked. `mac6` is the MAC that may send IPv6, None for none.
     """
     # With `by_dhcp` and no reserved address it may only send DHCP until libvirt has seen which address it is given.
     reference = ET.SubElement(interface, 'filterref', filter=ADDRESS_FILTER if address or by_dhcp else MAC_FILTER)

@@ -74,7 +74,7 @@ class UserIds(NamedTuple):
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user (name or number), or raise ValueError, also for root."""
+    """Return the ids of a user (name, or any number), or raise ValueError, also for root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:

@@ -457,7 +457,7 @@ def test_address_that_could_not_be_noted_is_removed(tmp_path: Path, monkeypatch:
     libvirt = Mock(**{'has_metadata_address.return_value': False})
     monkeypatch.setattr(MetadataServer, 'ensure', Mock())
     with contextlib.ExitStack() as at_exit:
-        serve_metadata(libvirt, tmp_path / 'missing', tmp_path, is_required=True, at_exit=at_exit)
+        serve_metadata(libvirt, tmp_path / 'missing', tmp_path, warns_without_bridge=True, at_exit=at_exit)
     assert libvirt.set_metadata_address.mock_calls == [call(True), call(False)]
 
 

@@ -66,12 +66,12 @@ SERVER_UID = '65520'
 
 
 def serve_metadata(
-    libvirt: Libvirt, state: Path, config_directory: Path, is_required: bool, at_exit: ExitStack
+    libvirt: Libvirt, state: Path, config_directory: Path, warns_without_bridge: bool, at_exit: ExitStack
 ) -> Callable[[], None]:
     """Give a bridge the address, start a server if none answers, and return what repeats both."""
     bridge = libvirt.find_bridge()
     if bridge is None:
-        if is_required:
+        if warns_without_bridge:
             reason = 'no network in `networks:` has a bridge that libvirt manages'
             log.warning('no metadata is served: %s. Fix: set `metadata: iso` in compute.yaml', reason)
         return lambda: None

@@ -116,7 +116,7 @@ def _plan_rebuild(request: Request, record: Record) -> tuple[Kind, str] | None:
 
 
 def _plan_resize(resize: Resize | None, record: Record, guest: Guest | None) -> tuple[Kind, str] | None:
-    """Return the next step of a change of size, or None if there is none now."""
+    """Return RESIZE for a new change, RESIZED once the guest runs with that size, or None."""
     if resize is None or guest is None:
         return None
     if record.resize is None or record.resize.number != resize.number:

@@ -84,7 +84,7 @@ class Report(NamedTuple):
 def audit(
     store: Store, placement: Placement, interval_seconds: float = READ_INTERVAL_SECONDS, is_now: bool = False
 ) -> Report:
-    """Read once, or again if there are findings, and report those that both reads confirm.
+    """Report what two reads in a row find, mute computes, and what the hosts found themselves.
 
     If `is_now`, hosts are asked to look at themselves. Otherwise their reports are up to two minutes old.
     """
