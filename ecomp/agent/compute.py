@@ -381,7 +381,7 @@ class Compute:
         self._make_parts(virt_type)
 
     def _correct_memory(self) -> None:
-        """Correct the state directory from etcd, and DHCP from it. First republish to a new etcd."""
+        """Republish after --accept-new-etcd, then note missed ends and restore DHCP reservations."""
         store, hypervisor = self.store, self.host.hypervisor
         if self.accepts_new_etcd:
             store.commit([], [Put(keys.acceptance(self.uuid), str(self.queues.first_seen_revision))])

@@ -498,7 +498,7 @@ def _find_flags(word: str) -> list[str]:
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
-    """Return the full flag of a word, and the value attached to it (=20, -n20) or None."""
+    """Return the flag of a word, an abbreviated one in full, and its value (=20, -n20) or None."""
     flags = _find_flags(word)
     typed, equals, value = word.partition('=')
     if len(flags) > 1:

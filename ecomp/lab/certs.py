@@ -261,7 +261,7 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def enable_roles(directory: Path, now: datetime, say: Say) -> None:
-    """Restrict each certificate in `directory` to its role in etcd, and make the cluster's key."""
+    """Write etcd's users, roles and /cluster for these certificates, enable authentication."""
     schedulers, operators = (list_clients(directory, kind) for kind in (SCHEDULER, OPERATOR))
     target_roles = roles.make_roles(_read_computes(directory), schedulers, operators)
     with _connect_as_operator(directory) as (accounts, store):

@@ -181,7 +181,7 @@ class Provider(NamedTuple):
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
 
     def with_usage(self, amounts: Sequence[Resources]) -> Provider:
-        """Add to the usage the amounts of other instances of the set, one item for each instance."""
+        """Add these instances of the set to the usage, and make their number `taken_count`."""
         sums = sum_resources(amounts)
         increased = {name: each._replace(used=each.used + sums.get(name, 0)) for name, each in self.inventories.items()}
         return self._replace(inventories=increased, taken_count=len(amounts))

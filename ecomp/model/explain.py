@@ -87,7 +87,7 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 def add_group_failure(
     miss: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
 ) -> Miss:
-    """Return `miss`, with one more failure if the group or one of `taken_computes` excludes it."""
+    """Return `miss`, with one more failure if the group, `taken_computes` in it, excludes it."""
     if group is None:
         return miss
     reason = group.explain_exclusion(miss.provider, name_compute)

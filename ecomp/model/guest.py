@@ -111,7 +111,7 @@ class GuestSpec:
 
 
 class GuestTrouble(NamedTuple):
-    """What is wrong with a guest on its host: a kind, such as PAUSED, and the end of its sentence."""
+    """What is wrong with a guest on its host: a kind, such as PAUSED, and a sentence's end."""
 
     kind: str
     detail: str = ''
@@ -138,7 +138,7 @@ class Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
     def list_troubles(self, *claims: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
-        """Return the `troubles`, and one more if an amount in `size` is in none of the claims."""
+        """Return the `troubles`, and one more for a `size` in no claim, but not for a smaller disk."""
         differences = []
         for name, size in self.size.items():
             amounts = [each.get(name.partition(' ')[0], size) for each in claims]

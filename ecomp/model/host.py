@@ -170,7 +170,7 @@ class Computes:
 
     @property
     def no_taker_reason(self) -> Problem | None:
-        """Why no compute takes queued requests, or None if one takes them."""
+        """The problem that no living compute has `queues: True`, or None if one has."""
         if self.takers:
             return None
         cure = 'set `queues: True` in the compute.yaml of a host, and restart its ecompute'

@@ -224,7 +224,7 @@ def copy_holdings(record: Record, request: Request) -> Record:
 
 
 def make_record(compute: str, request: Request, now: str) -> Record:
-    """Make the first record of a request, in state scheduled."""
+    """Make a request's first record, in state scheduled, since `now` if the request has no time."""
     fields = request.copy_recorded_fields(resources=request.resources, why=request.why)
     # It is built from what is requested now. Of a guest that is there, a lost record does not tell what was done.
     fields |= {'rebuilt': str(request.rebuild)} if request.rebuild else {}

@@ -23,7 +23,7 @@ USER_PREFIXES = ('compute-', 'scheduler-', 'operator-')
 
 
 class Permission(NamedTuple):
-    """READ, WRITE or READ_WRITE for one key or, with `range_end`, for keys from `key` up to that."""
+    """READ, WRITE or READ_WRITE for one key, or for keys from `key` up to `range_end`."""
 
     kind: str
     key: str

@@ -225,7 +225,7 @@ def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_names(placement: Placement, provider: str, kind: str) -> Names:
-    """Return the provider's names of a kind, TRAITS or AGGREGATES."""
+    """Return the set of the provider's names of a kind, TRAITS or AGGREGATES."""
     return _read_names(placement, provider, kind)[0]
 
 

@@ -35,7 +35,7 @@ MAX_TRIES = 5
 
 
 class History:
-    """Iterates over the changes of all keys since the revision `first`, as one list per revision.
+    """Iterates over the changes of all keys since revision `first`, one list per revision.
 
     Without `follow` it ends with the changes made before it began. With `follow` it never ends.
     `report` gets a line when etcd has compacted unread revisions, unless it starts from 1.
@@ -91,7 +91,7 @@ class History:
             self._probe_etcd()
 
     def _read_stream(self) -> Generator[list[Change], None, bool]:
-        """Yield the changes of one stream, and return whether all of the past was read."""
+        """Yield a stream's changes. Return if the past was read, raise _StreamError if it broke."""
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
         first = self.next_revision if self._follow else self._last_revision or self.next_revision
         past = _PastProgress(self._past_end, first == self._last_revision)

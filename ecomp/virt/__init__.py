@@ -46,7 +46,7 @@ class Hypervisor(Protocol):
         """Return domains without an owner mark, also adopted ones, or just `instance`, by uuid."""
 
     def set_adoption(self, instance: str, compute: str | None) -> None:
-        """Put a compute's adoption mark on an existing domain, or remove it if `compute` is None."""
+        """Mark a domain as adopted by `compute`, or unmark it for None, even if it is gone."""
 
     def is_running(self, instance: str) -> bool:
         """Return whether the instance has a running domain with the owner mark of any compute."""

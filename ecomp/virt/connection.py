@@ -113,7 +113,7 @@ class Connection:
             raise EcompError(f'libvirt failed while {activity}: {describe_error(error)}') from error
 
     def watch(self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None) -> None:
-        """Call notify(reason) when a domain changes, or the connection is lost or restored.
+        """Call notify(reason) at each change of a domain or the connection. Raise if it is down now.
 
         Both callbacks run in threads of this module and must not call libvirt. A later watch() replaces them.
         From the first watch() on, a lost connection is reopened as soon as libvirtd answers.

@@ -83,7 +83,7 @@ class Fetch:
             raise ServerUnavailable('image', f'{self.url}: the download is {late}') from error
 
     def _store(self, stream: Stream, sha256: str | None) -> Download:
-        """Write the stream durably to the file, and check it against `sha256` unless None."""
+        """Write the stream durably to the file, or raise BuildFailed and leave what was written."""
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
         reserved = self.reserve(self.file.fileno(), length, 0) if length else 0

@@ -95,7 +95,7 @@ class RemoteSource:
         raise ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
     def _request(self, url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
-        """Follow redirects, and return an answer of any other status with its body unread."""
+        """Follow redirects to an unread answer of any status, or raise BuildFailed."""
         current_url = url
         for hop in range(MAX_REDIRECTS + 1):
             if urlsplit(current_url).scheme == 'https':
@@ -168,7 +168,7 @@ class RemoteSource:
 
 
 class _Timed:
-    """A socket whose reads end at the deadline of its source, however slowly a server sends bytes."""
+    """A socket whose reads end at the deadline of its source, however slowly bytes come."""
 
     source: RemoteSource | None = None
 

@@ -86,7 +86,7 @@ def destroy(
     find_claiming_compute: Callable[[str], str] = lambda _: '',
     releases: bool = False,
 ) -> str:
-    """Accept the destroy of an instance, and return a sentence about it.
+    """Accept the destroy of an instance, or raise Conflict if protected, and return a sentence.
 
     Its compute carries it out later. Here, a queued instance leaves its queue, and an error record that has no request
     is removed. With `releases`, accept the release of an adopted instance instead. `find_claiming_compute` returns the
@@ -140,7 +140,7 @@ def require_unprotected(request: Request) -> None:
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
-    """Find an instance that is not gone, even one with a malformed record, or raise NotFound."""
+    """Find a uuid that is not gone, even with a bad record, or raise NotFound or Unreadable."""
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:

@@ -123,7 +123,7 @@ SILENCE_CHECK_SECONDS = 5.0
 
 
 class SilenceDetector:
-    """Ends the waits for a host that stays silent, for which `describe_if_silent` returns a text."""
+    """Ends the waits for a host for which `describe_if_silent` keeps returning a text."""
 
     def __init__(self, describe_if_silent: Callable[[str], str | None]) -> None:
         self._describe_if_silent = describe_if_silent

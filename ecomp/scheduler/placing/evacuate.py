@@ -411,7 +411,7 @@ class _Evacuation:
         return [unit for unit in units if not self._settle(unit, targets, places, silent)]
 
     def _settle(self, unit: Sequence[str], targets: Mapping[str, Candidate], places: Places, silent: Unchanged) -> bool:
-        """Deliver the replacements of a unit, and return whether the unit is settled."""
+        """Deliver a unit's claimed replacements, or return False to try the same places again."""
         deliveries, removals, computes = list[tuple[str, Request]](), list[OldInstance](), dict[Place, str]()
         resized = list[tuple[Request, Request]]()
         try:

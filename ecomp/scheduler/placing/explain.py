@@ -246,7 +246,7 @@ def _make_advice(
     computes: Computes,
     on: Collection[str],
 ) -> list[str]:
-    """Return the closest host, and the smallest change that fits if placement confirms it."""
+    """Return the closest host, unless given by `on`, and what to change, or that nothing helps."""
     if not misses:
         return []
     sorted_misses = explain.sort_misses(misses)
