@@ -69,7 +69,7 @@ def render_unit(name: str, command: Sequence[str]) -> str:
 
 
 def make_command(argv0: str, python: str, module: str) -> list[str]:
-    """Make a command for any directory: `argv0` if it is executable, else `python -m module`."""
+    """Make a command that runs in any directory: `argv0` if executable, else `python -m module`."""
     if os.access(argv0, os.X_OK):
         return [os.path.abspath(argv0)]
     # -P: root must not import code from the working directory.

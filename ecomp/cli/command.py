@@ -179,7 +179,7 @@ class Context:
         return instance
 
     def resolve_compute(self, word: str) -> str:
-        """Return the uuid of a compute, by its host name or first digits, or a whole one unchecked."""
+        """Return the uuid of a compute by its name or first digits. A whole uuid is not checked."""
         from ecomp.scheduler.queries.computes import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)

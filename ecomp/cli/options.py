@@ -129,7 +129,7 @@ def _make_parser(
 ) -> Callable[[str, Sequence[str]], Words]:
     """Make a parser that requires a number of words, and applies `parse_word` to each.
 
-    `complaint` is a format string: {name} is the command, {what} its first word, or project for quota.
+    `complaint` is a format string: {name} is the command, such as `group`, and {what} is what its words name.
     """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:

@@ -281,7 +281,7 @@ def run_control(endpoints: Endpoints, service: Service, say: Callable[[str], Non
 
 
 def _prepare_files(endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    """Make the data and certificates, or raise UsageError if a port or program is missing."""
+    """Make the data and certificates. Raise UsageError for a taken port or missing program."""
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
         _require_free_port(backend, endpoints.bind, port)
     programs, modules = machine.CONTROL_PROGRAMS, ['placement', 'waitress']

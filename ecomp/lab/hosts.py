@@ -83,7 +83,7 @@ class Host:
         return self.lab.address
 
     def share_uuid(self) -> None:
-        """Give the host's compute.yaml and the one beside its certificate the same uuid."""
+        """Copy a lab host's uuid to the file beside its certificate, or a fake's from that file."""
 
     def make_command(self, words: list[str]) -> list[str]:
         return [*self.lab.make_command_prefix(self.name), *words]

@@ -101,7 +101,7 @@ def plan_steps(
     """Return a step for each desired entry, in their order, then one for each other entry.
 
     `owners` maps each name to the living instance that has it. An instance that differs or failed is replaced if its
-    member or its entry is in `replaced` (ALL_MEMBERS: any). With `prune`, surplus instances are destroyed. With
+    member or its entry is in `replaced`, or if that is None. With `prune`, surplus instances are destroyed. With
     `resize`, an instance is resized if only its amounts differ. Protected ones are neither replaced nor destroyed.
     """
     steps = [_plan_entry(entry, target, current.get(entry), owners, replaced) for entry, target in desired.items()]
@@ -125,7 +125,7 @@ def _spare_protected(step: Action, current: Current) -> Action:
 def _plan_entry(
     entry: str, desired: Desired, current: Current | None, owners: Mapping[str, str], replaced: Collection[str] | None
 ) -> Action:
-    """Plan an entry, replaced only if it or its member is in `replaced` (ALL_MEMBERS: any)."""
+    """Plan an entry, replaced only if it or its member is in `replaced`, or if that is None."""
     name = desired.order.name
     owner = owners.get(name or '')
     if owner is not None and (current is None or current.record.instance != owner):
@@ -230,7 +230,7 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 
 
 def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
-    """Return 5 if a difference or another's name remains, 8 for changes of a dry run, else 0."""
+    """Return 5 for DIFFERENCES or TAKEN (not SURPLUS), 8 for changes of a dry run, else 0."""
     actions = {step.action for step in steps}
     if actions.intersection((*DIFFERENCES, TAKEN)):
         return 5

@@ -219,7 +219,7 @@ LIFE_MARGIN_SECONDS = 60
 
 
 def find_last_seen(ages: Sequence[int | None], now: datetime) -> str | None:
-    """Return when a host was last alive, in ISO 8601, or None if its leases do not show it."""
+    """Return when a host was last alive, by the ages of its life lease and its anchor, or None."""
     age, anchor_age = ages
     # A leader that has just been elected may report a negative age.
     if age is None or age < 0 or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:

@@ -139,7 +139,7 @@ class Transport:
     def receive(self, deadline: float) -> list[Any]:
         """Return the next events and send h2's replies to them.
 
-        After `deadline` it returns only what has arrived, or raises TimeoutError. After a GOAWAY later calls fail.
+        After `deadline` it returns what has arrived. If nothing has, it raises TimeoutError.
         """
         assert self._socket is not None
         seconds = deadline - time.monotonic()

@@ -345,7 +345,7 @@ def _find_own_domain(
     """Return the instance's domain, or raise Conflict if it is not ours.
 
     With `or_none`, domains that ecompute did not create are ignored.
-    With `or_adopted`, a domain with our adoption mark is ours, if it remains once it is off.
+    With `or_adopted`, a domain with our adoption mark is ours, too, unless it is transient, which raises Conflict.
     """
     own = None
     for domain in _find_domains(connection, instance):

@@ -162,7 +162,7 @@ def test_name_that_is_taken_is_left_out(cluster: Control) -> None:
     first, second = make_foreign('web1'), make_foreign('web1')
     one, two = start_with_foreign(cluster, first), start_with_foreign(cluster, second, make_foreign('web2'))
     adopt(cluster, one, '--all')
-    assert 'web1: is the name of another instance, so it gets none' in adopt(cluster, two, '--all')
+    assert 'web1: this is the name of another instance, so the instance gets no name' in adopt(cluster, two, '--all')
     assert wait_state(cluster, second['instance'], 'active')['name'] is None
 
 

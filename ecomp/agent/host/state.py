@@ -307,7 +307,7 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def verify_or_adopt(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is familiar (rule: familiar-etcd), after adopting a first one."""
+    """Return whether etcd is familiar (rule: familiar-etcd). A first one gets /cluster."""
     try:
         if guard.known_cluster.identity:
             store.require_identity()

@@ -50,7 +50,7 @@ LOOK_SECONDS = 2.0
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Collection[str] | None = None) -> None:
-    """Reserve again what active and stopped instances lack, another address if one is taken."""
+    """Reserve again what instances lack, or another address, without changing their records."""
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED) or (instances is not None and instance not in instances):
@@ -68,7 +68,7 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Coll
 
 
 def find_abandoned_parts(state: Path) -> dict[str, str]:
-    """Return {relative path: mark that a write changes} of *.part files without a writer."""
+    """Return {relative path: inode and time of the last write} of *.part files without a writer."""
     marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:

@@ -254,7 +254,7 @@ def list_bad(directory: Path) -> list[str]:
 
 
 def list_image_hashes(directory: Path) -> list[str]:
-    """Return up to MAX_CACHED_IMAGES hashes of cached images, by content and by URL."""
+    """List cached images as hash_image() does, by content and URL, up to MAX_CACHED_IMAGES."""
     found = (BASE_NAME.fullmatch(path.name) for path in directory.glob('base-*'))
     contents = {match[1] for match in found if match}.difference(list_bad(directory))
     hashes = {sha256[:IMAGE_HASH_DIGITS] for sha256 in contents}

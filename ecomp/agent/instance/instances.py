@@ -556,7 +556,7 @@ class Instances:
         self._start(record, revision, record.power, HOST_REBOOT, f'{order.START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down."""
+        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down, and only log a refusal."""
         if self._record_phase(request, revision, order.SHUTDOWN_REQUESTED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def _find_deliveries(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
-    """Return {instance: outcome} of the deliveries under this uuid."""
+    """Return {instance: outcome} if `resume` and delivered before, else {}, or raise Conflict."""
     if not resume:  # the uuid was generated here
         return {}
     # All keys are listed once: searching for each instance of a set among thousands of computes takes too long.

@@ -437,7 +437,7 @@ class Session:
         return entry is not None and entry.revision == self.revision
 
     def read_offers(self, queries: Iterable[str]) -> dict[str, Offer]:
-        """Refresh the lease, and query the candidates."""
+        """Refresh the lease, whose expiry is not noticed here, and query the candidates."""
         self.store.keep_alive(self.lease)
         return {query: self.read_offer(query) for query in queries}
 

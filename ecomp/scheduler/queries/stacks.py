@@ -87,7 +87,7 @@ def _find_instances(
 
 
 def _adopt(stack: Stack, current: InstanceEntries, entries: dict[str, InstanceEntries]) -> Stack | None:
-    """Add an instance to `entries` if it is the stack's, and return the stack if it changes."""
+    """Add an instance to `entries` if it is the stack's, and return the stack if it gets newer."""
     place = current.request.stack if current.request else None
     # Not to an entry with an instance: any compute may write a name and its own requests (rule: shown-not-acted-on).
     if place is None or place.entry_name in entries:
