@@ -72,6 +72,13 @@ def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
         etcd, placement = request.getfixturevalue('etcd'), request.getfixturevalue('placement')
         with open_store(etcd.endpoint) as store, closing(Placement(placement.url)) as client:
             yield Cloud(etcd, placement, store, client)
+        # The next test uses the same servers, and may use the same names and the same project.
+        for key in etcd.list_keys('/'):
+            etcd.delete(key)
+        for provider in placement.call('GET', '/resource_providers')['resource_providers']:
+            for consumer in placement.call('GET', f'/resource_providers/{provider["uuid"]}/allocations')['allocations']:
+                placement.call('DELETE', f'/allocations/{consumer}')
+            placement.call('DELETE', f'/resource_providers/{provider["uuid"]}')
         return
     with patch_clients():
         etcd, placement = MemoryEtcd(), MemoryPlacement()

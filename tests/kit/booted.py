@@ -178,7 +178,6 @@ class BootedMachine:
         assert self._shut_down('poweroff') == 0
 
     def _shut_down(self, verb: str) -> int:
-        """Shut the machine down, and return systemd-nspawn's exit code."""
         nspawn = self._nspawn
         assert nspawn
         self.run_unchecked('systemctl', '--no-block', verb)

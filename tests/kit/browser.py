@@ -67,7 +67,6 @@ class Browser(Server):
         super().close()
 
     def open(self, url: str, width: int = 1280, height: int = 800, scheme: str = 'light') -> None:
-        """Open a page in a new Chromium with a profile of its own."""
         if not self._session:
             options = {'args': [*ARGUMENTS, f'--user-data-dir={self.directory}/profile']}
             wanted = {'capabilities': {'alwaysMatch': {'browserName': 'chrome', 'goog:chromeOptions': options}}}

@@ -291,7 +291,6 @@ class CommandRun(NamedTuple):
 
     @property
     def requested_instances(self) -> set[str]:
-        """The requested instances, if --uuid gives their uuids."""
         uuid_text = self.get_option('--uuid')
         try:
             base, count = uuid.UUID(uuid_text or ''), int(self.get_option('--count') or 1)

@@ -251,7 +251,6 @@ class Hypervisor:
         return f'{SMALL_QUERY}&in_tree={self.compute}'
 
     def place(self, image: str = 'idle.raw', *words: str) -> str:
-        """Request an instance of a file of the lab or a URL, without waiting."""
         url = image if '://' in image else self.lab.make_url(image)
         host, instance = self.lab.place(self.query, url, *words)
         assert host == self.name, instance

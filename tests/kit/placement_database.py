@@ -57,7 +57,6 @@ class PlacementDatabase:
                 database.execute(f'DELETE FROM {table}')
 
     def read_allocations(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return all allocations: {consumer: {provider: {class: amount}}}."""
         return self._read_allocations(SELECT_ALLOCATIONS)
 
     def read_allocations_of(self, consumer: str) -> dict[str, dict[str, int]]:
