@@ -35,9 +35,9 @@ from ecomp.scheduler.queries import stacks
 from ecomp.store.client import describe_user
 
 COLUMNS = (
-    *(Column('NAME', min_width=12), Column('ACTION'), Column('STATE', rank=1), Column('ADDRESS', rank=3)),
-    *(Column('HOST', rank=2), Column('INSTANCE', kind=UUID), Column('REASON', min_width=20, folds=True)),
-)
+    Column('NAME', min_width=12), Column('ACTION'), Column('STATE', rank=1), Column('ADDRESS', rank=3),
+    Column('HOST', rank=2), Column('INSTANCE', kind=UUID), Column('REASON', min_width=20, folds=True),
+)  # fmt: skip
 # What differs from the file.
 _UNLIKE = (plan.DIFFERS, plan.REPLACE, plan.RESIZE)
 _CURE = re.compile(r'\. (Fix|Try): ')

@@ -246,7 +246,8 @@ def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], styl
         return _format_table(columns, rows, style)
     texts = [list(map(_format_value, row)) for row in rows]
     if style.form == CSV:
-        return _format_csv([*[[_format_value(column.name) for column in columns]] * style.header, *texts])
+        headings = [[_format_value(column.name) for column in columns]] * style.header
+        return _format_csv([*headings, *texts])
     return '\n'.join('\t'.join(cell or '-' for cell in row) for row in texts if any(row))
 
 

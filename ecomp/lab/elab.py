@@ -365,7 +365,6 @@ def _strip_dashes(words: list[str]) -> list[str]:
 
 
 def _require_place(place: str, lab: AnyLab) -> None:
-    """Raise NotFound unless `place` is CONTROL or a host of the lab."""
     if place not in (places := (CONTROL, *lab.hosts)):
         raise NotFound(f'lab {lab.name} has no host {place!r}: it has {", ".join(places)}')
 
